@@ -89,8 +89,8 @@ def history_room(aliases: int) -> int:
 
 
 def point_of(*parts: str) -> float:
-    """Returns a hash of `parts` as a number in [0, 1), uniformly distributed and always the same for the same parts.
-    Only the last part may contain line breaks."""
+    """Returns a hash of `parts` as a number in [0, 1), uniformly distributed. The same parts always give the same
+    number. Only the last part may contain line breaks."""
     digest = hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)
 

@@ -167,7 +167,7 @@ def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
         needed = _aligned(len(encode_header(header)))
         if needed <= start:
             return header
-        start = needed  # larger offsets may need more digits, so look again
+        start = needed  # larger offsets may need more digits, so plan again
 
 
 def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, item: int) -> LayerBlock:
@@ -202,7 +202,7 @@ def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...
 def _rows(weights: Path, ref: TensorRef, dtype: str, transposed: bool) -> bytes:
     """Returns the elements of a tensor, or of its transpose, row by row as little-endian `dtype`."""
     values: npt.NDArray[Any] = read_tensor(weights, ref).reshape(ref.shape)
-    if DTYPES[ref.dtype] != dtype:  # a file of mixed dtypes: all become float32, which holds each of them exactly
+    if DTYPES[ref.dtype] != dtype:  # a file of mixed dtypes: all become float32, which represents each of them exactly
         values = (values.astype("<u4") << 16).view("<f4") if ref.dtype == "BF16" else values.astype("<f4")
     return np.ascontiguousarray(values.T if transposed else values).tobytes()
 

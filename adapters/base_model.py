@@ -102,12 +102,12 @@ def fingerprint(directory: Path) -> str:
         if cached["stamp"] == stamp:
             return str(cached["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # no memo, or a broken one: hash again
+        pass  # no cached fingerprint, or a damaged one: hash again
     sha256 = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
             sha256.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
     value = sha256.hexdigest()
-    with contextlib.suppress(OSError):  # a read-only model directory only costs the next start a second hash
+    with contextlib.suppress(OSError):  # in a read-only directory each start hashes again
         memo.write_text(json.dumps({"stamp": stamp, "fingerprint": value}))
     return value

@@ -13,7 +13,7 @@ huge reply."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Reason why an adapter is refused."""
+    """A single reason why an adapter is refused."""
 
     tensor: str
     """Source of the problem: a tensor's name, `adapter_config.json#field` for the config, or the name of an unreadable
@@ -74,7 +74,7 @@ class PreconditionFailed(AdapterError):
 
 
 class TooLarge(AdapterError):
-    """A file exceeds a limit; `limit` is in bytes."""
+    """A file is larger than `limit`, in bytes."""
 
     def __init__(self, message: str, limit: int) -> None:
         super().__init__(message)

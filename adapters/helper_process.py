@@ -102,11 +102,11 @@ class HelperProcess:
         self.end()
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(  # our own interpreter and module; -P: never one of the working directory
+            self.process = subprocess.Popen(  # this interpreter; -P: no module from the working directory
                 [sys.executable, "-P", "-m", self._module],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                process_group=0,  # a Ctrl-C is for the gateway, whose end is this process's, too
+                process_group=0,  # Ctrl-C is only for the gateway, whose exit ends this process
                 env=_environment(),
             )
         self.connection = ours
@@ -142,7 +142,7 @@ def send(connection: socket.socket, message: object) -> None:
     connection.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
 
-# --- the helper's half
+# --- the helper's side
 
 
 def receive(connection: socket.socket) -> bytes:

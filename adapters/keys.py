@@ -74,7 +74,7 @@ def parse_key(text: str) -> Principal | None:
 def opens(text: str, key_id: str, keys: Sequence[KeyRecord]) -> bool:
     """Returns whether `text` is the key with this id, and is not revoked."""
     record = next((key for key in keys if key.key_id == key_id and key.revoked is None), None)
-    # Unknown keys are compared too, so that the time taken does not tell which ids exist.
+    # Unknown keys are compared too, so that the time does not reveal which ids exist.
     same = hmac.compare_digest(_hash(text), record.sha256 if record else _NOBODY)
     return same and record is not None
 

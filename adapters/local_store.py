@@ -52,7 +52,7 @@ class LocalStore:
         with _translated():
             fd = os.open(self._locks / "clock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.utime(fd)  # whoever keeps the files sets the time
+                os.utime(fd)  # the file system's host sets the time
                 return os.fstat(fd).st_mtime
             finally:
                 os.close(fd)
@@ -142,7 +142,7 @@ class LocalStore:
         return False
 
     def missing(self, keys: Sequence[str]) -> Sequence[str]:
-        return [key for key in keys if self.head(key) is None]  # looks and removals exclude each other by locks
+        return [key for key in keys if self.head(key) is None]  # `delete_older` checks and removes under the lock
 
     def _path(self, key: str) -> Path:
         check_key(key)
@@ -170,7 +170,7 @@ class LocalStore:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(fd, "wb") as out:
-                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells `_sweep` that the writer lives
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)  # shows `_sweep` that the writer is alive
                 etag = _copy(data, out)
                 out.flush()
                 os.fsync(out.fileno())
@@ -207,22 +207,22 @@ class LocalStore:
                 _make_parents(path.parent, self.root)
                 name_it()
                 break
-            except FileNotFoundError:  # a folder became empty and was removed by someone else
+            except FileNotFoundError:  # another process removed a folder that had become empty
                 if attempt == PLACE_ATTEMPTS - 1 or not self._tmp.is_dir():
                     raise
-        with contextlib.suppress(FileNotFoundError):  # removed again, and its folder with it
+        with contextlib.suppress(FileNotFoundError):  # the file was removed again, together with its folder
             _sync_directory(path.parent)
 
     def _remove(self, path: Path) -> None:
         """Removes the file and the folders that become empty, so that listings do not get slower over time."""
         path.unlink()
         _sync_directory(path.parent)
-        with contextlib.suppress(OSError):  # it holds something, or someone else was faster
+        with contextlib.suppress(OSError):  # not empty, or another process removed it first
             for folder in path.relative_to(self.root).parents[:-1]:
                 (self.root / folder).rmdir()
 
     def _sweep(self) -> None:
-        """Removes temporary files whose writers died."""
+        """Removes temporary files whose writers have died."""
         for path in self._tmp.iterdir():
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 if time.time() - path.stat().st_mtime < STALE_SECONDS:
@@ -244,8 +244,8 @@ class LocalStore:
         return sorted(names)
 
     def _check_root(self) -> None:
-        """Raises StoreUnavailable when the root of the store is missing (for instance unmounted), which must not look
-        like a missing object."""
+        """Raises StoreUnavailable when the root of the store is missing, for instance unmounted. It must not look like
+        a missing object."""
         if not self._tmp.is_dir():
             raise StoreUnavailable(f"the registry's directory is gone or is no registry: {self._tmp.name} is missing")
 

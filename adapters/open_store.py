@@ -38,7 +38,7 @@ def _folder(url: str) -> Path:
 
 def _open_s3(url: str) -> ObjectStore:
     place = parse_s3_url(url)
-    from adapters.s3_store import S3Store  # boto3 takes time and memory that a directory should not cost
+    from adapters.s3_store import S3Store  # imported late: boto3 takes time and memory that a directory does not need
 
     return S3Store(place)
 

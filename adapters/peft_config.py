@@ -51,7 +51,7 @@ REFUSED = {
 }
 """Fields that must be absent or have PEFT's default (None, False or empty), with the reason."""
 
-# Fields that PEFT does not read, and drops. A trainer's note about the run is as harmless to a result here as there; a
+# PEFT ignores the fields below. Those about the training run do not change a result, so they are ignored here too. A
 # field of another LoRA library may describe another computation, so it is refused.
 
 TRAINING = frozenset(
@@ -60,7 +60,7 @@ TRAINING = frozenset(
         *("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "loraplus_lr_ratio", "loraplus_lr_embedding"),
         # PEFT before 0.3: merges for inference, which changes no result
         "merge_weights",
-        # where it came from
+        # origin of the adapter
         *("_name_or_path", "_from_model_config", "model_name_or_path", "base_model_class", "parent_library"),
         *("library_name", "transformers_version", "torch_dtype", "dtype", "created_by", "trainer", "tags", "license"),
         *("quantization_config", "load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method"),

@@ -104,7 +104,7 @@ def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str
             )
         stream.seek(8)
         raw = stream.read(length)
-    _check_count(raw.count(b'"data_offsets"'), max_tensors)  # before the slow part
+    _check_count(raw.count(b'"data_offsets"'), max_tensors)  # before the slow parsing
     try:
         table = strict_json.loads(raw)
     except strict_json.InvalidJson as error:

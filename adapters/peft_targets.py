@@ -62,7 +62,7 @@ def _targeted(settings: LoraSettings, names: Sequence[str]) -> list[str]:
     else:
         chosen = [name for name in names if _names_it(modules, name)]
         if settings.layers_to_transform is not None:
-            # PEFT looks at the layer only of modules that a suffix names, not of those named in full.
+            # PEFT checks the layer only of modules named by a suffix, not of those named in full.
             inside = set(_in_layers(settings, chosen))
             chosen = [name for name in chosen if name in modules or name in inside]
     return _without_excluded(settings.exclude_modules, chosen)

@@ -24,7 +24,7 @@ from adapters.tenants import Hold, Limits, QuotaUsage, Tenant, tenant_key, unkno
 HOLD_SECONDS = 1800.0
 """Time after which a count ignores the hold of a deploy that has not ended: the deploy counts as dead."""
 RECOUNT_SECONDS = 3600.0
-"""Interval after which a tenant at its limit is counted again even if its bound is not known to be too high."""
+"""Interval after which a tenant at its limit is counted again, even if its bound may be right."""
 RECOUNTS = 10
 
 
@@ -127,7 +127,7 @@ class Quota:
             stored = read_record(self._store, tenant_key(tenant), Tenant)
             usage = stored[0].held if stored else None
             if stored is None or usage is None or (epoch is not None and usage.epoch > epoch):
-                return True  # nothing to count any more, or another has just counted
+                return True  # nothing left to count, or another process has just counted
             record, etag = stored
             epoch = usage.epoch
             counted = _recounted(usage, self._functions(tenant), self._clock())
@@ -147,7 +147,7 @@ class Quota:
             after = names[-1]
 
     def _read(self, tenant: str) -> Tenant | None:
-        if not is_name(tenant):  # nobody's
+        if not is_name(tenant):  # no tenant can have this name
             return None
         return find_record(self._store, tenant_key(tenant), Tenant)
 
@@ -233,7 +233,7 @@ def _recounted(usage: QuotaUsage, functions: Iterator[FunctionRecord], now: floa
     for record in functions:
         adapters += len(record.versions)
         size += sum(entry.bytes for entry in record.versions)
-    # A version that is listed, but whose hold is not settled yet, is counted twice: too high, which is the safe side.
+    # A listed version whose hold is not settled yet counts twice. The bound is then too high, which is safe.
     holds = {key: hold for key, hold in usage.holds.items() if hold.when >= now - HOLD_SECONDS}
     return QuotaUsage(usage.since, adapters, size, holds, counted=now, epoch=usage.epoch + 1, exact=not holds)
 

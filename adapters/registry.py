@@ -240,7 +240,7 @@ class Registry:
         try:
             self.quota.check(tenant)
         except NotFound:
-            with suppress(NotFound):  # it was not missed
+            with suppress(NotFound):  # the tenant's deletion did not miss it
                 self.delete_function(tenant, name)
             raise
 

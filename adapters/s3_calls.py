@@ -95,10 +95,10 @@ class S3Calls:
         self.client.meta.events.register("after-call.s3", self._record_time)
 
     def server_time(self) -> float:
-        """Returns the Unix time by the server's clock, from the Date header of its answers; by this host's clock if
-        they have none."""
+        """Returns the Unix time by the server's clock, from the Date header of its answers. Without that header,
+        returns this host's time."""
         if self._server_clock is None:
-            # Not a HEAD: the answer to one has no room for a reason why not.
+            # Not a HEAD request: its answer has no body, and so no reason for a failure.
             self.run(lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1), self.deadline(), answers=())
         reported, since = self._server_clock or (time.time(), time.monotonic())
         return reported + time.monotonic() - since
@@ -163,7 +163,7 @@ def make_client(limits: S3Limits) -> Any:
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "max_pool_connections": CONNECTIONS,
         "tcp_keepalive": True,
-        # Bodies are taken as they arrive, and what matters in them has a SHA-256 of its own.
+        # Bodies are read as they arrive, and those that matter have a separate SHA-256.
         "response_checksum_validation": "when_required",
     }
     client = session.client("s3", config=Config(**options))
@@ -208,7 +208,7 @@ def read_body(reply: Any, target: memoryview, deadline: float, arrived: Arrived 
     `arrived` is called after each read with the number of bytes in `target`.
     """
     filled = 0
-    with reply["Body"] as raw:  # a connection whose body was read to its end is in the pool already when this ends
+    with reply["Body"] as raw:  # a fully read body has already returned its connection to the pool
         if reply["ContentLength"] != len(target):
             raise Interrupted(f"{reply['ContentLength']} bytes came instead of {len(target)}")
         while filled < len(target):

@@ -43,7 +43,7 @@ def read_range(
         try:
             first = read_piece(calls, target, start, buffer[:size], arrived=arrived)
         except Refused as refused:
-            if refused.status == 416:  # it ends before `start`
+            if refused.status == 416:  # the object ends before `start`
                 return 0
             raise
         needed = min(len(buffer), first.total - start)
@@ -54,7 +54,7 @@ def read_range(
         try:
             gather(pool, rest)
         except Refused:
-            continue  # written anew, or deleted, between the first piece and another one
+            continue  # rewritten or deleted between the first piece and another one
         if rest and arrived is not None:
             arrived(needed)
         return needed

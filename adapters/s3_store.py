@@ -116,7 +116,7 @@ class S3Store:
             ObjectInfo(key=key, size=entry["Size"], modified=entry["LastModified"].timestamp())
             for page in self._pages(prefix, after, limit)
             for entry in page.get("Contents", ())
-            # what others put into the bucket is not listed
+            # objects of other programs in the bucket are not listed
             if (key := entry["Key"].removeprefix(self._root)) > after and is_key(key)
         )
         return tuple(islice(infos, min(limit, MAX_LIST)))
@@ -183,7 +183,7 @@ class S3Store:
                 return str(reply["ETag"]).strip('"')
             if refused.code == "NoSuchUpload":
                 raise StoreUnavailable(f"the upload of {key} was ended by someone else") from refused
-            if refused.doubt:  # ours may have been there, and been replaced by whoever read it
+            if refused.doubt:  # this write may have succeeded, and been replaced since
                 raise StoreUnavailable(f"whether {key} was written is not known: a reply of S3 was lost") from refused
             raise lost from None
 

@@ -62,7 +62,7 @@ def upload(
             return _complete(calls, target, parts, condition)
         except BaseException as error:
             _abort(calls, target)
-            # 409: another write of this key came between. S3 wants the upload begun anew, parts and all.
+            # 409: another write of this key came between. S3 requires a new upload with all parts.
             if not isinstance(error, Refused) or error.status != 409:
                 raise
     raise StoreUnavailable(f"other writes of the same object came between {RESTARTS} uploads")
@@ -103,7 +103,7 @@ def _abort(calls: S3Calls, target: dict[str, str]) -> None:
     try:
         calls.run(lambda client: client.abort_multipart_upload(**target), calls.deadline())
     except Refused:
-        pass  # it has ended already
+        pass  # the upload has already ended
     except StoreUnavailable as error:
         log.warning("parts of an upload may be left", extra={"object": target["Key"], "problem": str(error)})
 

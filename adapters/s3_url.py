@@ -26,7 +26,7 @@ def parse_s3_url(url: str) -> S3Place:
     if match is None:
         raise InvalidRequest("registry", f"{url[:200]!r} is not of the form s3://bucket/prefix")
     bucket, prefix = match[1], match[2].rstrip("/")
-    if "@" in bucket:  # not shown: it may be a secret
+    if "@" in bucket:  # not shown, since it may contain a secret
         raise InvalidRequest(
             "registry", "an s3:// address holds no credentials; they come from a profile or the environment"
         )

@@ -1,4 +1,5 @@
-"""List of the functions whose policy has warm windows, in one object, so that the leader need not read all functions.
+"""List of the functions whose policy has warm windows. It is one object, so that the leader need not read all
+functions.
 
 A writer of a policy records its function here before it commits. The leader removes a function that turns out to have
 no windows, but only when no writer can still be about to commit. If a writer comes in between, compare-and-swap lets it

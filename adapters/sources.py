@@ -70,7 +70,7 @@ class Sources:
             raise StoreUnavailable(f"temporary files can't be used ({error.strerror or 'I/O error'})") from error
 
     def _calls(self, bucket: str) -> S3Calls:
-        from adapters.s3_calls import S3Calls, S3Limits  # boto3 takes time and memory that few gateways should spend
+        from adapters.s3_calls import S3Calls, S3Limits  # imported late: few gateways need boto3
 
         with self._lock:
             if bucket not in self._buckets:

@@ -120,7 +120,7 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
     def standing(current: Standing | None) -> Standing:
         current = current or Standing()
-        # Read here: of two that settle at once, the later one sees more.
+        # Read inside the update: of two concurrent ones, the later sees the newer record.
         record = find_record(store, key, FunctionRecord)
         entry = None if record is None else _entry(record, current.functions.get(owner), store.now())
         if entry == current.functions.get(owner):
@@ -183,7 +183,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
     def standing(current: Standing | None) -> Standing:
         current = current or Standing()
         entry = _entry(changed, current.functions.get(owner), store.now())
-        assert entry is not None  # it stands
+        assert entry is not None  # the policy has a standing part
         claimed = Standing({**current.functions, owner: entry})
         of_tenant = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
         if len(claimed.functions) > MAX_STANDING or of_tenant > MAX_TENANT_STANDING:

@@ -22,7 +22,7 @@ def loads(data: bytes) -> Any:
         if data.startswith(codecs.BOM_UTF8):
             raise InvalidJson("it begins with a BOM, a byte order mark")
         value = _decode(data.decode("utf-8"))
-        # Python keeps escaped lone surrogates in strings, and no other writer could store them again.
+        # Python accepts escaped lone surrogates in strings, but they can't be encoded as UTF-8 again.
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -35,7 +35,7 @@ def loads(data: bytes) -> Any:
         raise
     except json.JSONDecodeError as error:
         raise InvalidJson(str(error)) from None
-    except ValueError:  # the interpreter's own words name its settings
+    except ValueError:  # the interpreter's message would mention its settings
         raise InvalidJson("a whole number has too many digits") from None
     return value
 

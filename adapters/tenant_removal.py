@@ -29,7 +29,7 @@ def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
     while after is not None:
         records, after = registry.functions(tenant, after, PAGE)
         for record in records:
-            with suppress(NotFound):  # its owner was faster
+            with suppress(NotFound):  # its owner has already deleted it
                 registry.delete_function(tenant, record.name)
     _remove_events(tenants.store, tenant)
     remove_below(tenants.store, data_prefix(tenant))

@@ -23,8 +23,8 @@ DIGEST_FORMAT = 1
 
 TENSORS_PER_LAYER = 2 * len(PROJECTIONS)
 SPARE_TENSORS = 4096
-"""Number of surplus tensors, beyond the maximum of an adapter of the base, that are refused one by one; more are one
-problem."""
+"""Maximum number of surplus tensors that are refused one by one. Surplus tensors are those beyond the most that an
+adapter of the base can have. If there are more, they are one problem."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -177,8 +177,8 @@ def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: t
 def _map(
     adapter: PeftAdapter, base: BaseModel, targets: list[Target], use_rslora: bool
 ) -> tuple[tuple[tuple[LoraPair, ...], ...], list[Problem]]:
-    """Returns the pairs of each layer, and a problem for each tensor that is missing, has a wrong shape, or belongs to
-    no target."""
+    """Returns the pairs of each layer, and the problems. There is one for each tensor that is missing, has a wrong
+    shape, or belongs to no target."""
     problems: list[Problem] = []
     layers: list[list[LoraPair]] = [[] for _ in range(base.num_layers)]
     used: set[str] = set()
@@ -217,7 +217,7 @@ def _map(
 def _other_base_problem(
     adapter: PeftAdapter, base: BaseModel, pairs: Iterable[tuple[int, TensorRef | None, TensorRef | None]]
 ) -> Problem | None:
-    """Returns a problem if no targeted module has this base's widths; None if one has, or there is too little
+    """Returns a problem if no targeted module has this base's widths. Returns None if one has, or there is too little
     information.
 
     `pairs` has (projection, A [rank, d_in], B [d_out, rank]) of each targeted module, with None for a missing tensor.

@@ -50,7 +50,7 @@ def verify(
             done.versions += 1
             done.objects += 1
             damages = list(_damages(store, version, version.entry, checked, done))
-            # Deleted and collected meanwhile, it may miss what it wants.
+            # The files of a version deleted meanwhile may have been collected.
             if damages and is_listed(store, version):
                 done.damaged += 1
                 for damage in damages:

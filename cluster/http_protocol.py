@@ -98,7 +98,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # uvicorn warns of each broken request. Anyone may send those, and fill the disk.
+        # uvicorn logs a warning for each malformed request, so any client could fill the disk.
         self.logger = log
         self._timer = Timer(self.loop)
         """Timer for the end of a head, or of lingering."""
@@ -156,7 +156,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_lines += 1
         self._count_head(len(name) + len(value) + 4)
-        if self._in_head:  # a trailer is no header: whoever checked those has not seen it
+        if self._in_head:  # a trailer is not a header: it came after the headers were checked
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -194,7 +194,7 @@ class BoundedHttp(HttpToolsProtocol):
     def shutdown(self) -> None:
         self._keep_alive = False
         if self.cycle is None or self.cycle.response_complete:
-            self._receiving = False  # of a further request: there will be no answer to read
+            self._receiving = False  # a further request will get no answer
         super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -205,7 +205,7 @@ class BoundedHttp(HttpToolsProtocol):
         number of unread bytes at the last check."""
         unread = self.transport.get_write_buffer_size()
         if self.transport.is_closing() or unread == 0 or unread > before - READ_BYTES:
-            self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
+            self.transport.abort()  # close() would wait for a peer that does not read its answer
         else:
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, unread)
 
@@ -257,7 +257,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Answers with the error and closes the connection. Sends no answer while another request is still being
         answered: it would be taken for that request's answer, or for a part of it."""
         cycle = self._answered
-        broken = self._receiving and not self._in_head and cycle is self.cycle  # the body of `cycle`
+        broken = self._receiving and not self._in_head and cycle is self.cycle  # the error is in the body of `cycle`
         self._receiving, self._drop_limit = True, LINGER_HEAD_BYTES
         headers, body = self.refusal(error)
         if cycle is None or cycle.response_complete or (broken and not cycle.response_started):

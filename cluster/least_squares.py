@@ -29,7 +29,7 @@ def nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
             return np.asarray(x / scale)
         free[enters] = True
         x = _solve(unit, target, x, free)
-        # A column that leaves at once came in by rounding alone; it stays out until another one has moved x.
+        # A column that leaves at once entered only by rounding. It stays out until another one has moved x.
         barred = barred | (np.arange(count) == enters) if not free[enters] else np.zeros(count, bool)
     raise ValueError(f"least squares of {columns.shape} did not converge")
 

@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them."""
+"""Child processes that must not outlive their parent."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """An owner of places: a tenant, or one of its functions (`tenant/function`)."""
+    """Owner of places: a tenant, or one of its functions (`tenant/function`)."""
 
     name: str
     limit: int | None
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Demand of one call."""
+    """Demand of one call on its tenant's limits."""
 
     tenant: str
     rates: Rates

@@ -1,13 +1,15 @@
-"""Messages between gateway and nodes, as msgpack. Every message has PROTOCOL_VERSION in its `v`; others are refused.
+"""Messages between gateway and nodes, as msgpack.
+
+Every message has PROTOCOL_VERSION in its `v`; messages of other versions are refused.
 
 Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
     POST /generate   body GenerateRequest; the reply is a stream of frames, each 4 bytes of big-endian length and one
                      Event. The last frame is Done or Failed. Closing the connection cancels the request.
-    GET  /record     NodeReport, all that there is to report
-    POST /drain, /undrain          204; running requests end, new ones are refused
+    GET  /record     the reply is a NodeReport with everything about the node
+    POST /drain, /undrain          204; while draining, running requests end and new ones are refused
     GET  /adapters, POST /adapters/prefetch, /adapters/evict: cluster.residency
-    GET  /healthz    no secret needed; 200 when the process is alive
+    GET  /healthz    needs no secret; 200 when the process is alive
 
 Node -> gateway:
 
@@ -133,7 +135,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omit_defaults=True):
-    """The request left the queue."""
+    """Event: the request left the queue."""
 
     node: str
     cold_start: str
@@ -174,8 +176,8 @@ class ColdStart(msgspec.Struct, frozen=True):
     """Part of `load` until the adapter was in the node's host memory."""
     layers_cpu: int = 0
     layers_device: int = 0
-    """Numbers of adapter layers computed on the CPU and on the device, in prompt chunks that began before the load had
-    ended."""
+    """Layers whose adapter part was computed on the CPU (`layers_cpu`) or on the device. They are summed over the
+    prompt chunks that began before the load had ended."""
     replays: int = 0
     """Number of prompt chunks computed again because a CPU worker failed."""
     forecast: float = 0.0
@@ -211,7 +213,7 @@ class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defa
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_defaults=True):
-    """The request ended in an error; `type` is one of cluster.errors.STATUS."""
+    """Event: the request ended in an error. `type` is a key of cluster.errors.STATUS."""
 
     type: str
     message: str
@@ -226,7 +228,7 @@ Event = Started | PromptLogprobs | Token | Done | Failed
 
 
 class VersionMismatch(ValueError):
-    """The other side speaks a protocol version that this side does not."""
+    """The peer uses a protocol version that this release does not support."""
 
 
 def check_version(v: int) -> None:

@@ -149,7 +149,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
-    """A node as the scheduler sees it: its latest Heartbeat with its latest Facts."""
+    """Record of a node: its latest Heartbeat together with its latest Facts."""
 
     url: str
     base: str
@@ -187,7 +187,7 @@ def facts_from(record: NodeRecord) -> Facts:
 
 
 class RankSums(TypedDict):
-    """The sums of ranks in a NodeRecord."""
+    """Sums of ranks in a NodeRecord."""
 
     max_rank: int
     request_ranks: int
@@ -219,7 +219,7 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, array_like=True):
-    """Report of a node to the gateway."""
+    """Report of a node to the gateway: its heartbeat, and what has changed."""
 
     heartbeat: Heartbeat
     facts: Facts | None = None

@@ -129,7 +129,8 @@ class NodeTable:
         """Cache of the nodes that serve each base. It is cleared when a node is added, expires, is removed, or changes
         a field that counts for it. Most records change none of these."""
         self.now = math.nan
-        """Time of the last read of the table, by the clock of `last_seen`; NaN where the owner does not set it."""
+        """Time of the last read of the table, by the clock of `last_seen`. It is NaN where the owner does not set
+        it."""
         vars(self).update({name: self.table[name] for name in ROW.names or ()})
 
     if TYPE_CHECKING:

@@ -35,8 +35,8 @@ MIN_ERROR = 1e-9
 DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
 AGAIN = "Measure again while the host does nothing else."
 LARGEST_ERROR = 0.5
-"""Upper bound on a single held-out error (relative), so that one disturbed pass decides neither the rank term nor the
-flat rows."""
+"""Upper bound on a single held-out error (relative). Thus one disturbed pass decides neither the rank term nor the flat
+rows."""
 FLAT_ROWS = (2, 4, 8, 16, 32, 64, 128)
 """Candidate values of `flat_rows` in a decode fit; used if more rows than that were measured."""
 MIN_GAIN = 0.05

@@ -1,12 +1,13 @@
-"""Time that a node's work takes: fitted by `garnish profile`, published in records, read by scheduler and simulator.
+"""Performance model of a node: the time that its work takes. `garnish profile` fits it; scheduler and simulator use it.
 
 decode(S)  = base + per_row max(0, |S| - flat_rows) + per_context (sum of contexts) + per_rank R(S)
 prefill(Q) = base + per_token T + per_token2 (sum of squares) + per_token_rank (sum of tokens * rank)
 load(n)    = latency + n / bandwidth, shared by the transfers in flight
 
-R(S) is |S| times the largest rank of the batch (BGMV, Toppings 5), or the sum of the ranks of its requests or of its
-distinct adapters (MBGMV): of those of the node's kernel, whichever predicts held-out steps better. A few rows take no
-longer than one, while reading the base's weights takes longer than computing with them. All times are in seconds.
+All times are in seconds. R(S) depends on the LoRA kernel. For BGMV it is |S| times the largest rank of the batch
+(Toppings, section 5). For MBGMV it is the sum of the ranks of the requests, or of the distinct adapters, whichever
+predicts held-out steps better. A few rows take no longer than one, as long as reading the base's weights takes longer
+than computing with them.
 """
 
 from __future__ import annotations

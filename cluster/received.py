@@ -29,7 +29,7 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
         age, bits = self.last - number, int.from_bytes(self.bits)
         if number <= 0:
             return self
-        if not 0 <= age < WINDOW:  # far ahead, or of a gateway that counts anew
+        if not 0 <= age < WINDOW:  # far ahead, or from a gateway that restarted its count
             bits = bits << -age & _MASK if -WINDOW < age < 0 else 0
             return Received(number, _bytes(bits | 1))
         return Received(self.last, _bytes(bits | 1 << age))

@@ -77,7 +77,7 @@ def _check_id(node_id: str) -> None:
 def _check_url(url: str, peer: str, allowed_hosts: Collection[str]) -> None:
     try:
         parts = urlsplit(url)
-        port = parts.port  # raises where there is none that could be
+        port = parts.port  # raises ValueError for an invalid port
     except ValueError as error:
         raise BadRecord(f"url: {error}, found {url[:100]!r}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.username is not None:

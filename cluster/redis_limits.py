@@ -74,7 +74,7 @@ class RedisLimits:
             try:
                 why, wait = await self._take(call)
             except RedisAway:
-                self._unreported.update(owner.name for owner in call.owners)  # it may have taken them all the same
+                self._unreported.update(owner.name for owner in call.owners)  # Redis may have counted the call
                 return await self._take_alone(call)
             if why == 0:
                 self._here.count(call.owners, call.places)
@@ -100,7 +100,7 @@ class RedisLimits:
             args: list[Value] = [self._link.worker, call.places, unused, "" if tpm is None else tpm]
             try:
                 await self._link.run("settle", [self._rates_key(call), *self._places_keys(call)], args)
-            except RedisAway:  # places are counted anew when it is back, and buckets fill by themselves
+            except RedisAway:  # places are recounted when it is back, and buckets refill
                 self._unreported.update(owner.name for owner in call.owners)
 
     def _was_alone(self, call: Call) -> bool:

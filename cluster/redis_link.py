@@ -199,7 +199,7 @@ class RedisLink:
                 return task.result()
             raise TimeoutError(f"no answer within {CALL_SECONDS:g} s")
         except LOST as error:
-            # Else there is another by now, which may well answer; or Redis does, and is behind.
+            # Otherwise a new link may already answer, or Redis answers slowly.
             if link is self._lost and not (isinstance(error, TimeoutError) and self._answers):
                 self._lose(error)
             raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
@@ -210,7 +210,7 @@ class RedisLink:
 
     def _answered(self, task: asyncio.Future[Any]) -> None:
         self._in_flight.discard(task)
-        if not task.cancelled() and task.exception() is None:  # which its caller may not look at any more
+        if not task.cancelled() and task.exception() is None:  # the caller may no longer read the exception
             self._last_answer = self.clock()
 
     def _lose(self, error: BaseException) -> None:
@@ -226,7 +226,7 @@ class RedisLink:
     def _break(self, error: Exception) -> None:
         if not self._lost.done():
             self._lost.set_exception(error)
-            self._lost.exception()  # it is looked at when somebody serves
+            self._lost.exception()  # marks the exception as retrieved; `_serve` raises it
 
     async def _keep(self) -> None:
         pause = FIRST_PAUSE
@@ -245,7 +245,7 @@ class RedisLink:
                 log.info("catching up with Redis", extra={"redis": self._shown, "why": str(error)})
             except (RedisAway, *LOST) as error:
                 self._lose(error)
-            except Exception as error:  # whatever it was, this worker must not go on unheard of and unheard
+            except Exception as error:  # a worker must not continue without messages and heartbeats
                 log.exception("what came from Redis can't be used", extra={"redis": self._shown})
                 self._lose(error)
             await asyncio.sleep(pause)
@@ -304,7 +304,7 @@ class RedisLink:
                 raise OutOfStep(f"the connection of the messages was lost: {error}") from error
             if message["type"] == "message":
                 handlers[message["channel"]](message["data"])
-                await asyncio.sleep(0)  # what came at once is read without a pause: calls go on between them
+                await asyncio.sleep(0)  # buffered messages come without a pause: lets other tasks run
 
     async def _heartbeats(self) -> None:
         while True:
@@ -315,7 +315,7 @@ class RedisLink:
             except RedisAway:
                 if not self._answers:
                     raise
-                continue  # Redis is behind, and not away
+                continue  # Redis is slow, not away
             if self.clock() - before > WORKER_SECONDS / 2:
                 raise RedisAway("this worker was held up, and may count as dead")
             for check in self.on_heartbeat:
@@ -345,7 +345,7 @@ def _client(url: str, connections: int) -> Redis:
         url,
         max_connections=connections,
         timeout=None,
-        socket_timeout=None,  # the link's own limit, for everything that a command does and waits for
+        socket_timeout=None,  # the link limits the complete command itself
         socket_connect_timeout=CONNECT_SECONDS,
         retry=AsyncRetry(NoBackoff(), 0),
         protocol=2,

@@ -109,7 +109,7 @@ class RedisClusterState(ClusterState):
                 node_id, request_id, demand, expected_generation, seconds=seconds, number=0
             )
             return 0 if is_reserved else None
-        except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
+        except asyncio.CancelledError:  # the place, if Redis has reserved one, will not be used
             await self._free(node_id, request_id)
             raise
 
@@ -121,7 +121,7 @@ class RedisClusterState(ClusterState):
         for restored in (False, True):
             status, version, generation, number = await self._reserve(node_id, request_id, demand, expected_generation)
             if status > 0:
-                if version > self._version:  # else its message has come already
+                if version > self._version:  # otherwise its message has already arrived
                     self._hold_ahead(_Reserved(node_id, request_id, demand), version, generation, number)
                 return number
             if status == 0:
@@ -129,11 +129,11 @@ class RedisClusterState(ClusterState):
                 return None
             if restored or not await self._restore(node_id):
                 return None
-            expected_generation = None  # Redis had lost its count
+            expected_generation = None  # Redis had lost the generation
         return None
 
     async def release(self, node_id: str, request_id: str) -> None:
-        if self._book.drop(node_id, request_id):  # else it was acknowledged, in most cases
+        if self._book.drop(node_id, request_id):  # otherwise it was acknowledged, in most cases
             await self._free(node_id, request_id)
 
     async def _free(self, node_id: str, request_id: str) -> None:
@@ -141,9 +141,9 @@ class RedisClusterState(ClusterState):
         try:
             await self._link.run("release", self._keys(node_id), [request_id, payload, self._channel])
         except RedisAway:
-            return  # it ends by itself
+            return  # the reservation expires
 
-    # --- what Redis is asked
+    # --- requests to Redis
 
     @property
     def _channel(self) -> str:
@@ -151,8 +151,8 @@ class RedisClusterState(ClusterState):
 
     @property
     def _longest_silence_ms(self) -> int:
-        """Returns the time without a report, in milliseconds, after which a node no longer counts as live or is
-        forgotten, whichever is sooner."""
+        """Returns the milliseconds without a report after which Redis treats a node as silent. It is the lesser of the
+        record's expiry and `forget_seconds`."""
         return round(min(self._expiry, self._book.forget_seconds) * 1000)
 
     def _keys(self, node_id: str) -> list[str]:
@@ -193,8 +193,8 @@ class RedisClusterState(ClusterState):
     async def _reserve(
         self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
     ) -> tuple[int, int, int, int]:
-        """Runs the script `reserve` and returns its result: (1 taken | 0 refused | -1 unknown node, version,
-        generation, number of the place). Raises RedisAway."""
+        """Runs the script `reserve`, and returns (status, version, generation, number of the place). The status is 1
+        (reserved), 0 (refused) or -1 (unknown node). Raises RedisAway."""
         payload = msgspec.msgpack.encode(_Reserved(node_id, request_id, demand))
         record = self._book.record(node_id)
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
@@ -217,18 +217,18 @@ class RedisClusterState(ClusterState):
         await self._publish(self._book.news(node_id), max(0.0, age), resuming=resuming)
         return True
 
-    # --- what keeps the mirror in step
+    # --- updates of the mirror
 
     def _changed(self, message: bytes) -> None:
         version_text, generation, number, payload = message.split(b":", 3)
         version = int(version_text)
         if version <= self._version:
-            return  # it was in the snapshot
+            return  # the snapshot already had this change
         if version != self._version + 1:
             raise OutOfStep(f"version {version} follows {self._version}")
         self._version = version
         change = _decoder.decode(payload)
-        is_newest = version >= self._ahead.get(change.node, 0)  # else it is of before our own latest reservation
+        is_newest = version >= self._ahead.get(change.node, 0)  # otherwise older than this worker's reservation
         if is_newest:
             self._ahead.pop(change.node, None)
         self._apply(change, self._end(), int(number), int(generation) if is_newest else None)
@@ -285,7 +285,7 @@ class RedisClusterState(ClusterState):
                 seconds = min(remaining_ms / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
             self._book.set_generation(heartbeat.id, generation)
-            await asyncio.sleep(0)  # many nodes with many adapters take long: calls go on between them
+            await asyncio.sleep(0)  # many nodes with many adapters take long: lets other tasks run
         self._version = self._version_before = version
         self._ahead.clear()
         self._wake()

@@ -1,4 +1,4 @@
-"""Index from adapters to the nodes that hold them."""
+"""Index of the nodes that hold each adapter."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ResidentIndex:
         rows = self._rows[row]
         for resident in residents:
             digest, is_gone = resident.digest, resident.tier == ABSENT_TIER
-            if rows.get(digest) == resident:  # almost all of them, when a node tells all that it has
+            if rows.get(digest) == resident:  # true of almost all adapters in a full report
                 continue
             if is_gone:
                 rows.pop(digest, None)

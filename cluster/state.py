@@ -51,8 +51,7 @@ class ClusterState(ABC):
     @property
     @abstractmethod
     def stale(self) -> float | None:
-        """Seconds since the snapshot was last in step with the snapshots of other gateway workers; None while it is in
-        step."""
+        """Seconds since the snapshot was last in step with those of other gateway workers; None while it is."""
 
     @abstractmethod
     async def publish(self, news: NodeReport) -> PublishResult:

@@ -17,8 +17,8 @@ from cluster.chat_template import ERRORS, compile_template, render
 from cluster.token_bytes import token_bytes
 
 SHORT_CHARACTERS = 512
-"""Length in characters up to which text is tokenised with the GIL held, since it takes less time than starting a
-thread."""
+"""Maximum length in characters of text that is tokenised with the GIL held. That takes less time than another thread
+would need to start."""
 
 
 class TextError(ValueError):
@@ -122,7 +122,7 @@ class BaseText:
             raise TextTooLong(f"the text has more than {limit} tokens")
         if len(text) <= SHORT_CHARACTERS:
             encoding = self.tokenizer.encode(text, add_special_tokens=special)
-        else:  # `encode` would hold up all other threads for its whole time; this lets them run, and leaves out offsets
+        else:  # `encode` would hold the GIL for its whole time; this releases it, and computes no offsets
             (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids or [self.bos_id]
@@ -171,6 +171,6 @@ def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Templ
     """Returns the base model's compiled chat template; None if it has none."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.exists() else settings.get("chat_template")
-    if isinstance(source, list):  # several named templates: the one called default
+    if isinstance(source, list):  # several named templates: use the one named default
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     return None if source is None else compile_template(source)

@@ -30,7 +30,7 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]
     if any(token["lstrip"] or token["rstrip"] for token in added):
-        return None  # such a token takes all the spaces around it
+        return None  # such a token absorbs all spaces around it
     if not _keeps_length(settings["normalizer"]) or not _keeps_all(settings["pre_tokenizer"]):
         return None
     vocabulary = model.get("vocab")

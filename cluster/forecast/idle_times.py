@@ -15,10 +15,9 @@ WIDTHS_S = np.diff(EDGES_S)
 SHARED_WEIGHT = 2.0
 """Weight, in idle times, of the histogram of all functions in that of each function."""
 HALF_LIFE = 64.0
-"""Number of later idle times of a function after which an idle time's weight is halved."""
+"""Half-life, in later idle times of the same function, of an idle time's weight."""
 SHARED_HALF_LIFE = 200_000.0
-"""Number of later idle times, of any function, after which an idle time's weight in the histogram of all functions is
-halved."""
+"""Half-life, in idle times of any function, of an idle time's weight in the histogram of all functions."""
 
 
 class IdleTimes:

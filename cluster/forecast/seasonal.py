@@ -39,8 +39,8 @@ class Season:
         return number, offset
 
     def exposure(self, born: Array, unix: float) -> tuple[int, Array]:
-        """Returns the slot at Unix time `unix`, and the weighted seconds that functions first called at `born` have
-        spent in that slot."""
+        """Returns the slot at Unix time `unix`, and the functions' exposure to it. The exposure is the weighted seconds
+        that functions first called at `born` (Unix time) have spent in that slot."""
         period, offset = self.place(unix)
         slot = int(offset // self.slot_s)
         born_period, born_offset = self.place(np.minimum(born, unix))
