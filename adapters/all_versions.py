@@ -35,10 +35,12 @@ class FoundVersion(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
+        """Name of the version as `tenant/function:version`."""
         return f"{self.tenant}/{self.function}:{self.version}"
 
     @property
     def key(self) -> str:
+        """Object key of the version's manifest."""
         return f"{_folder(self.tenant)}{self.function}/versions/{self.version}.json"
 
 
@@ -70,6 +72,7 @@ class _Function:
         self.removed: dict[str, float] = {}
 
     def met(self, version: int, info: ObjectInfo, data: bytes) -> FoundVersion:
+        """Returns the version of a manifest that was read, and removes it from `unmet`."""
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
         except msgspec.DecodeError:

@@ -55,6 +55,8 @@ class LayerBlock(msgspec.Struct, frozen=True):
 
 
 class ArtifactHeader(msgspec.Struct, frozen=True):
+    """Header of a serving artifact: its identity, and the positions of its layers."""
+
     version: int
     digest: str
     base: str

@@ -38,10 +38,12 @@ class BaseModel(msgspec.Struct, frozen=True):
 
     @property
     def family(self) -> ModelFamily:
+        """Model family of the base model."""
         return FAMILIES[self.model_type]
 
     @property
     def kv_elements(self) -> int:
+        """Number of key and value elements of one token in the KV cache, over all layers."""
         return kv_elements(self.num_layers, self.widths)
 
 

@@ -44,6 +44,7 @@ class Failure:
 
     @property
     def expired(self) -> bool:
+        """True: building the artifact may be tried again."""
         return time.monotonic() >= self.until
 
 
@@ -78,6 +79,7 @@ class Contents:
         self._failures.pop(layout.digest, None)
 
     def has_artifact(self, digest: str) -> bool:
+        """Returns whether an artifact for the current base is stored; does not check its content."""
         return self._written(digest) is not None
 
     def artifact_problem(self, digest: str) -> str:

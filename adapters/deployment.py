@@ -57,6 +57,7 @@ class Staged:
 
 
 def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:
+    """Returns the result of a deploy of this layout. `version` is None in a dry run."""
     return Deployment(
         function=name,
         version=version,

@@ -28,9 +28,11 @@ class DiskMap:
         self._folder.cleanup()
 
     def put(self, name: str, value: str = "") -> None:
+        """Sets the value of `name`."""
         self._base.execute("insert or replace into map values (?, ?)", (name, value))
 
     def get(self, name: str) -> str | None:
+        """Returns the value of `name`; None if it is not in the map."""
         row = self._base.execute("select value from map where name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])
 

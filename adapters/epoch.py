@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """Mark of a record that is about to change."""
+
     number: int
     """Number of the mark, one more than the previous mark's."""
     key: str
@@ -58,6 +60,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> int:
+        """Number of the newest mark; 0 without marks."""
         return self.marks[-1].number if self.marks else 0
 
 

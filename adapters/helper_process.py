@@ -138,6 +138,7 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None = None
 
 
 def send(connection: socket.socket, message: object) -> None:
+    """Sends one message: its length, then its msgpack."""
     data = msgspec.msgpack.encode(message)
     connection.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
@@ -172,6 +173,7 @@ def limited(timer: int, seconds: float) -> Iterator[None]:
 
 
 def bound_memory() -> None:
+    """Limits this process's address space to its current size plus MEMORY_BYTES, and disables core dumps."""
     limit = _memory()[0] + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

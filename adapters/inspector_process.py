@@ -32,6 +32,8 @@ MATCH_SECONDS = 10.0
 
 
 class Job(msgspec.Struct, frozen=True):
+    """A job of the process: inspect one adapter."""
+
     config: bytes
     weights: str
     """Path of the weights file."""
@@ -39,11 +41,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The adapter was refused. `omitted` is the number of further problems that are not listed."""
+
     problems: list[Problem]
     omitted: int = 0
 
 
 class Oversized(msgspec.Struct, frozen=True, tag=True):
+    """A file is larger than `limit`, in bytes."""
+
     message: str
     limit: int
 
@@ -58,6 +64,8 @@ Outcome = Inspection | Refused | Oversized | Failed
 
 
 class Answer(msgspec.Struct, frozen=True):
+    """Answer of the process to one job."""
+
     outcome: Outcome
     last: bool
     """True: the process uses so much memory that a new one should replace it."""

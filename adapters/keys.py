@@ -21,6 +21,8 @@ _NOBODY = hashlib.sha256(b"no such key").hexdigest()
 
 
 class KeyRecord(msgspec.Struct, frozen=True):
+    """Stored record of an API key. Times are Unix times; `revoked` None: the key is valid."""
+
     key_id: str
     sha256: str
     """SHA-256 (hex) of the complete key text. Keys have 256 random bits, so an unsalted hash is safe."""

@@ -188,6 +188,7 @@ def _unix_time(date: str) -> float | None:
 
 
 def status_and_code(error: ClientError) -> tuple[int, str]:
+    """Returns the HTTP status and the S3 error code of a failed call; 0 and "" if it has none."""
     response = error.response
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))

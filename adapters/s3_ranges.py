@@ -18,6 +18,8 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)", re.ASCII)
 
 
 class Piece(NamedTuple):
+    """Result of one ranged read."""
+
     length: int
     """Number of bytes read."""
     total: int

@@ -147,6 +147,7 @@ class S3Store:
         return [key for key in keys if self.head(key) is None]
 
     def target(self, key: str) -> dict[str, str]:
+        """Returns the bucket and the full key of `key`, as arguments of boto3's calls. Raises InvalidRequest."""
         check_key(key)
         if len(self._root) + len(key) > MAX_KEY:
             raise InvalidRequest("key", f"object key {key[:200]!r} is too long below the prefix {self.place.prefix!r}")

@@ -15,6 +15,8 @@ _URL = re.compile(r"s3://([^/?#]*)/?(.*)", re.DOTALL)
 
 
 class S3Place(msgspec.Struct, frozen=True):
+    """A bucket, or a prefix in it."""
+
     bucket: str
     prefix: str = ""
     """Key prefix without leading or trailing slash; empty: the whole bucket."""

@@ -24,6 +24,8 @@ class Forbidden(InvalidRequest):
 
 
 class SourceFiles(msgspec.Struct, frozen=True):
+    """Copied files of an adapter: the content of its config, and the path of its weights."""
+
     config: bytes
     weights: Path
 

@@ -26,6 +26,8 @@ class Object(msgspec.Struct, frozen=True):
 
 
 class ObjectInfo(msgspec.Struct, frozen=True):
+    """Key, size in bytes and last write of an object."""
+
     key: str
     size: int
     modified: float

@@ -37,6 +37,7 @@ def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
 
 
 def remove_below(store: ObjectStore, prefix: str) -> None:
+    """Deletes all objects whose keys start with `prefix`."""
     for info in all_objects(store, prefix):
         store.delete(info.key)
 

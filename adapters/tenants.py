@@ -296,10 +296,12 @@ class Tenants:
 
 
 def tenant_key(tenant: str) -> str:
+    """Returns the object key of a tenant's record."""
     return f"tenants/{tenant}/tenant.json"
 
 
 def unknown(tenant: str) -> NotFound:
+    """Returns the error for a tenant that does not exist."""
     return NotFound(f"there is no tenant {tenant[:100]!r}")
 
 

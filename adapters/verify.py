@@ -26,6 +26,8 @@ class Damage(msgspec.Struct, frozen=True):
 
 
 class Verified(msgspec.Struct):
+    """Counts of a verification."""
+
     versions: int = 0
     objects: int = 0
     """Number of manifests, files and artifacts read; shared ones count once."""

@@ -112,8 +112,10 @@ class VersionFiles:
 
 
 def manifest_key(tenant: str, name: str, version: int) -> str:
+    """Returns the object key of a version's manifest."""
     return f"tenants/{tenant}/functions/{name}/versions/{version}.json"
 
 
 def find_digest(record: FunctionRecord, digest: str) -> VersionEntry | None:
+    """Returns the record's version with this digest; None if it lists none."""
     return next((entry for entry in record.versions if entry.digest == digest), None)

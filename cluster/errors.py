@@ -54,4 +54,5 @@ class ServiceError(Exception):
 
     @property
     def status(self) -> int:
+        """HTTP status of the error's type."""
         return STATUS[self.type]

@@ -12,6 +12,7 @@ class FrameError(ValueError):
 
 
 def frame(body: bytes) -> bytes:
+    """Returns the body as one frame."""
     return len(body).to_bytes(4, "big") + body
 
 

@@ -76,10 +76,12 @@ class Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
+        """Calls `callback` with `args` after `seconds`, in place of an earlier call that is still to come."""
         self.stop()
         self._handle = self._loop.call_later(seconds, callback, *args)
 
     def stop(self) -> None:
+        """Cancels the call that is still to come, if any."""
         if self._handle is not None:
             self._handle.cancel()
 

@@ -16,6 +16,8 @@ from cluster.redis_link import RedisLink
 
 
 class Lease(msgspec.Struct, frozen=True):
+    """State of a lease."""
+
     holder: str
     """Process that holds the lease; empty: nobody."""
     seconds: float

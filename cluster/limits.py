@@ -54,10 +54,13 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def limited(self) -> bool:
+        """True: the call has a rate limit, or takes places."""
         return self.rates != Rates() or bool(self.owners)
 
 
 class Refusal(msgspec.Struct, frozen=True):
+    """Reason why a call is refused by a limit."""
+
     why: Literal["requests", "tokens", "places"]
     owner: Owner | None = None
     """Owner whose places are all in use."""
@@ -100,6 +103,7 @@ class Bucket:
         return min(LONGEST_WAIT, missing / self.rate if self.rate > 0 else math.inf)
 
     def change(self, by: float) -> None:
+        """Adds `by` to the level, up to the capacity; it may become negative."""
         self.level = min(self.capacity, self.level + by)
 
     def take(self, amount: float, now: float) -> bool:
@@ -112,6 +116,7 @@ class Bucket:
         return True
 
     def is_full(self, now: float) -> bool:
+        """Returns whether the bucket is full at `now`."""
         return self.level + (now - self._at) * self.rate >= self.capacity
 
 
@@ -166,6 +171,7 @@ class MemoryLimits:
             bucket.change(unused_tokens)
 
     def count(self, owners: Sequence[Owner], by: int) -> None:
+        """Adds `by` to the places in use of each owner."""
         for owner in owners:
             in_use = self.places_in_use.get(owner.name, 0) + by
             if in_use > 0:

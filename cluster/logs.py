@@ -107,6 +107,7 @@ def wants_text(stream: TextIO) -> bool:
 
 
 def wants_colour(stream: TextIO) -> bool:
+    """Returns whether log lines on this stream may have terminal colours."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -86,6 +86,8 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Request to generate text on a node."""
+
     id: str
     base: str
     """Fingerprint of the requested base model. A node that serves another base answers `unavailable`."""
@@ -120,6 +122,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Log probability of a token, and of the most likely tokens at its position."""
+
     token: str
     token_id: int
     logprob: float
@@ -129,6 +133,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
+    """Log probability of one of the most likely tokens."""
+
     token: str
     token_id: int
     logprob: float
@@ -200,6 +206,8 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):
+    """Event: the request ended normally; the last of its events."""
+
     finish_reason: str
     """Reason for the end: stop, length, timeout or cancelled."""
     prompt_tokens: int

@@ -26,6 +26,8 @@ ABSENT_TIER = "absent"
 
 
 class Resident(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that a node holds."""
+
     digest: str
     tier: str
     """Tier of the adapter: device, host or disk. ABSENT_TIER: the node no longer holds it."""
@@ -175,14 +177,17 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
 
 
 def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:
+    """Returns the node's record made of its heartbeat and facts."""
     return NodeRecord(**msgspec.structs.asdict(heartbeat), **msgspec.structs.asdict(facts))
 
 
 def heartbeat_from(record: NodeRecord) -> Heartbeat:
+    """Returns the heartbeat that the record contains."""
     return Heartbeat(**{name: getattr(record, name) for name in Heartbeat.__struct_fields__})
 
 
 def facts_from(record: NodeRecord) -> Facts:
+    """Returns the facts that the record contains."""
     return Facts(**{name: getattr(record, name) for name in Facts.__struct_fields__})
 
 

@@ -65,6 +65,8 @@ class _Node:
 
 
 class NodeBook:
+    """Records of the nodes, their residents and reserved places in one process. Not thread-safe."""
+
     def __init__(self, *, expiry: float, max_nodes: int, forget_seconds: float = FORGET_SECONDS) -> None:
         self.expiry = expiry
         self.max_nodes = max_nodes
@@ -77,6 +79,7 @@ class NodeBook:
         """Heap of (end, node id, request id). Entries of places that ended early stay until their `end`."""
 
     def record(self, node_id: str) -> NodeRecord | None:
+        """Returns the node's latest record; None for an unknown node."""
         node = self._nodes.get(node_id)
         return None if node is None else node.record
 
@@ -87,6 +90,7 @@ class NodeBook:
         return -math.inf if node is None else float(self.table.last_seen[node.row])
 
     def ids(self) -> list[str]:
+        """Returns the ids of all nodes in the book, expired ones included."""
         return list(self._nodes)
 
     def is_newer(self, heartbeat: Heartbeat, aged: float) -> bool:
@@ -161,6 +165,7 @@ class NodeBook:
         return True
 
     def drop_all(self, node_id: str) -> None:
+        """Frees all places reserved on the node."""
         node = self._nodes[node_id]
         for request_id in list(node.places):
             self.drop(node_id, request_id)
@@ -171,6 +176,7 @@ class NodeBook:
         return 0 if node is None else int(self.table.generation[node.row])
 
     def set_generation(self, node_id: str, generation: int) -> None:
+        """Sets the generation of the node's row in the table. Does nothing for an unknown node."""
         node = self._nodes.get(node_id)
         if node is not None:
             self.table.generation[node.row] = generation
@@ -224,5 +230,6 @@ class NodeBook:
             self.remove(node_id)
 
     def remove(self, node_id: str) -> None:
+        """Removes the node from the book and the table."""
         del self._nodes[node_id]
         self.table.remove(node_id)

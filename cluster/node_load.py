@@ -74,6 +74,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
+    """Returns the load that the record states, with all counts bounded."""
     return NodeLoad(
         ready=record.state == "ready",
         running=count(record.running),
@@ -118,6 +119,7 @@ def _promise(tpot: float | None) -> float:
 
 
 def count(value: int) -> int:
+    """Returns the value, clipped to 0 to MOST."""
     return min(max(value, 0), MOST)
 
 
@@ -134,6 +136,7 @@ class ReservedLoad(msgspec.Struct):
 
 
 def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
+    """Returns the sums over the demands of reserved places."""
     load = ReservedLoad()
     for demand in demands:
         load.tokens += demand.prompt_tokens + demand.max_tokens

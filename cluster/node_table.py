@@ -142,9 +142,11 @@ class NodeTable:
         return len(self._rows)
 
     def row(self, node_id: str) -> int | None:
+        """Returns the node's row; None for an unknown node."""
         return self._rows.get(node_id)
 
     def record(self, row: int) -> NodeRecord:
+        """Returns the latest record of the row's node."""
         record = self._records[row]
         assert record is not None
         return record
@@ -184,6 +186,7 @@ class NodeTable:
         return self._problems.get(row)
 
     def rows(self) -> Iterator[int]:
+        """Returns the rows that have a node, ascending."""
         return iter(sorted(self._rows.values()))
 
     def residents(self, row: int) -> Mapping[str, Resident]:
@@ -232,6 +235,7 @@ class NodeTable:
         self._serving.clear()
 
     def remove(self, node_id: str) -> None:
+        """Removes the node and clears its row. Does nothing for an unknown node."""
         row = self._rows.pop(node_id, None)
         if row is None:
             return

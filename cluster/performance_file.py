@@ -50,6 +50,7 @@ class PerformanceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def model(self) -> PerformanceModel:
+        """Performance model of the profile. Without a measured store it has the store of ASSUMED."""
         return PerformanceModel(
             key=self.key,
             decode=self.decode.model,
@@ -83,6 +84,7 @@ def read_performance(file: Path, key: ModelKey | None) -> PerformanceProfile:
 
 
 def write_performance(profile: PerformanceProfile, file: Path) -> None:
+    """Writes the profile to the file atomically. Raises OSError."""
     write_json(profile, file)
 
 

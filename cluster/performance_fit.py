@@ -84,6 +84,8 @@ class PrefillSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A measured transfer."""
+
     bytes: int
     seconds: float
 
@@ -103,6 +105,8 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fitted decode model and its quality."""
+
     model: DecodeModel
     quality: Quality
     heldout_by_term: dict[RankTerm, float]
@@ -110,6 +114,8 @@ class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fitted prefill model and its quality."""
+
     model: PrefillModel
     quality: Quality
 

@@ -94,10 +94,13 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth: float
 
     def seconds(self, bytes: float) -> float:
+        """Returns the seconds to move this number of bytes."""
         return self.latency + bytes / self.bandwidth
 
 
 class PerformanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Performance model of a node: decode steps, prefill passes and loads of adapters."""
+
     key: ModelKey
     decode: DecodeModel
     prefill: PrefillModel

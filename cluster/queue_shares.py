@@ -20,12 +20,15 @@ class QueueShares:
 
     @property
     def tenants(self) -> Collection[str]:
+        """Tenants with waiting requests."""
         return self._waiting.keys()
 
     def count(self, tenant: str) -> int:
+        """Returns the number of waiting requests of the tenant."""
         return self._waiting.get(tenant, (0, 0.0))[0]
 
     def join(self, tenant: str, weight: float) -> None:
+        """Adds one waiting request of the tenant, whose weight is now `weight`."""
         count, _ = self._waiting.get(tenant, (0, weight))
         self._waiting[tenant] = count + 1, weight
 

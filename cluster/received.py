@@ -14,6 +14,8 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
+    """Set of the numbers of places whose requests have arrived at a node."""
+
     last: int = 0
     bits: bytes = b""
     """Bit mask as a big-endian number: bit i is set if place `last` - i has arrived."""

@@ -31,6 +31,7 @@ class Gate:
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
+        """Passes the gate while the context lasts, after waiting until it is open."""
         while not self._open.is_set():
             await self._open.wait()
         self._passing += 1

@@ -130,10 +130,12 @@ class RedisLink:
         self._ending = False
 
     def key(self, *parts: str) -> str:
+        """Returns the key of these parts, with the cluster's prefix."""
         return self.prefix + ":".join(parts)
 
     @property
     def is_up(self) -> bool:
+        """True: the link is up."""
         return self.away_since is None
 
     def aged(self) -> float:
@@ -160,6 +162,7 @@ class RedisLink:
             raise RedisAway(f"Redis at {self._shown} is away")
 
     async def wait_until_up(self, seconds: float) -> bool:
+        """Waits until the link is up, for `seconds` at most. Returns whether it is up."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._up.wait()

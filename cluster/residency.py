@@ -40,6 +40,8 @@ class AdapterState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AdapterStates(msgspec.Struct, frozen=True):
+    """State of the adapters on a node."""
+
     adapters: list[AdapterState]
     unnamed: int = 0
     """Number of further adapters that are only on disk, and are not listed."""
@@ -47,6 +49,8 @@ class AdapterStates(msgspec.Struct, frozen=True):
 
 
 class PrefetchOrder(msgspec.Struct, frozen=True):
+    """Request to load an adapter on a node."""
+
     adapter: Adapter
     v: int = PROTOCOL_VERSION
     tenant: str = ""
@@ -90,11 +94,15 @@ MAX_IDLE_TTLS = 1024
 
 
 class EvictOrder(msgspec.Struct, frozen=True):
+    """Request to evict an adapter from a node."""
+
     digest: str
     v: int = PROTOCOL_VERSION
 
 
 class Moved(msgspec.Struct, frozen=True):
+    """Reply to PrefetchOrder and EvictOrder."""
+
     digest: str
     tier: HeldTier | None
     """Current tier of the adapter; None while it is still loading."""

@@ -45,6 +45,7 @@ def read_secret(path: Path) -> str:
 
 
 def authorization(secret: str) -> dict[str, str]:
+    """Returns the Authorization header that carries the secret."""
     return {"authorization": f"Bearer {secret}"}
 
 

@@ -23,6 +23,8 @@ the report builds on changes that were never received, so the node must send a f
 
 
 class StateSettings(TypedDict, total=False):
+    """Optional settings of a ClusterState; times are in seconds."""
+
     expiry: float
     reservation_seconds: float
     max_nodes: int

@@ -53,6 +53,7 @@ class Adam:
         self._means: dict[str, tuple[Array, Array]] = {}
 
     def step(self, parameters: Parameters, gradients: Parameters) -> None:
+        """Updates `parameters` in place by one step along `gradients`."""
         self._steps += 1
         fade_mean, fade_square = 1 - 0.9**self._steps, 1 - 0.999**self._steps
         for name, gradient in gradients.items():

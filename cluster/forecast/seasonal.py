@@ -31,6 +31,7 @@ class Season:
 
     @property
     def period_s(self) -> float:
+        """Length of the period in seconds."""
         return self.slots * self.slot_s
 
     def place(self, unix: Array | float) -> tuple[Array, Array]:

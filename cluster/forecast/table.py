@@ -28,6 +28,7 @@ class Column:
 
     @property
     def bytes(self) -> int:
+        """Memory of the column in bytes, including unused rows."""
         return int(self._values.nbytes)
 
     def grow(self, room: int) -> None:
@@ -38,9 +39,11 @@ class Column:
             self._values = larger
 
     def move(self, source: Array, target: Array) -> None:
+        """Copies the values of rows `source` to rows `target`."""
         self._values[target] = self._values[source]
 
     def reset(self, begin: int, end: int) -> None:
+        """Sets rows `begin` to `end` - 1 to the fill value."""
         self._values[begin:end] = self._fill
 
 
