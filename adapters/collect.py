@@ -49,7 +49,8 @@ def collect(
     on_removal: Callable[[ObjectInfo], None] = lambda _: None,
 ) -> Collected:
     """Removes orphans that are at least ORPHAN_SECONDS old, and returns the counts. `now` is Unix time by the store's
-    clock; None: the current time. `on_removal` is called for each removed object. With `dry_run` nothing is removed.
+    clock; None: the current time. With `dry_run` nothing is removed. `on_removal` is called for each object that is
+    removed, or that a dry run would remove.
 
     Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, since its files are then
     unknown.

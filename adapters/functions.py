@@ -79,7 +79,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     retries: Annotated[int, Meta(ge=0, le=10)] | None = None
     """Number of retries of an asynchronous call; None: the service's default."""
     max_age: Annotated[float, Meta(ge=1, le=7 * 86400)] | None = None
-    """Seconds after the acceptance of an asynchronous call in which an attempt may start."""
+    """Seconds after the acceptance of an asynchronous call within which an attempt may start."""
     on_success: Destination | None = None
     """Default destination for the results of asynchronous calls. `on_failure` is the one for failures."""
     on_failure: Destination | None = None

@@ -1,7 +1,7 @@
 """Helper process with low priority and bounded memory that processes untrusted files, one job at a time.
 
-The gateway uses HelperProcess; the other functions run in the helper. Messages are sent over a socket, each preceded by
-its length.
+The gateway uses HelperProcess; the functions from `receive` on run in the helper. Messages are sent over a socket in
+both directions, each preceded by its length.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class StrictLoad(msgspec.Struct, frozen=True):
-    """Room for the next strict request on a node: news.StrictRoom of its record, with bounded counts and KV blocks as
+    """Room for the next strict request on a node: StrictRoom of its record, with bounded counts and KV blocks as
     tokens."""
 
     rows: int

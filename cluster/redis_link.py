@@ -130,7 +130,7 @@ class RedisLink:
         self._ending = False
 
     def key(self, *parts: str) -> str:
-        """Returns the key of these parts, with the cluster's prefix."""
+        """Returns the Redis key or channel made of the cluster's prefix and these parts."""
         return self.prefix + ":".join(parts)
 
     @property
