@@ -1,5 +1,5 @@
-"""Adapters: PEFT files in, a validated serving artifact and registry entries out.
+"""Validation and storage of adapters: PEFT files become a serving artifact and registry entries.
 
-A deploy enters at `registry.Registry.deploy`, goes through `peft_format`, `validate` and `artifact`, and leaves as
-objects behind the `store.ObjectStore` protocol. Nodes read artifacts back with `artifact.read_header` and ranged gets.
+A deploy enters at `registry.Registry.deploy`. It passes through `peft_format`, `validate` and `artifact`, and is stored
+as objects through the `store.ObjectStore` protocol. Nodes read artifacts with `artifact.read_header` and ranged gets.
 """

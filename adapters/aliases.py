@@ -1,4 +1,4 @@
-"""Aliases: where each points, where it pointed before, and which version a call gets when calls are split."""
+"""Aliases: their targets, the history of targets, and the split of calls between versions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 from adapters.errors import Conflict, InvalidRequest
 
 MAX_SHARES = 10
-"""Versions that one alias may split its calls between."""
+"""Maximum number of versions between which one alias may split its calls."""
 MAX_HISTORY = 1000
-"""Earlier targets that an alias remembers, if the function has few aliases."""
+"""Maximum number of earlier targets that an alias keeps; fewer if its function has many aliases."""
 MIN_HISTORY = 10
-"""Earlier targets that an alias remembers at least, however many aliases its function has."""
+"""Number of earlier targets that an alias can always keep, however many aliases its function has."""
 TOLERANCE = 1e-6
-"""Error that the sum of the shares may have: decimal fractions are not exact."""
+"""Allowed deviation of the shares' sum from 1, since decimal fractions are not exact."""
 
 
 class AliasChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A target that an alias had."""
+    """An earlier target of an alias, since Unix time `when`."""
 
     weights: dict[str, float]
     when: float
@@ -29,24 +29,25 @@ class AliasChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Alias(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Maps version numbers to shares of the calls; the shares sum to 1.
+    """An alias: a mapping from version numbers to shares of the calls, which sum to 1.
 
-    Each change is one generation: the last entry of `history` has the generation before the present one, and so on. A
-    rollback is a change like any other, so the history only ever grows (and forgets its oldest).
+    Each change is one generation. The last entry of `history` has the generation before the current one, and so on. A
+    rollback is a change like any other, so the history only grows, and drops its oldest entries.
     """
 
     weights: dict[str, float]
     generation: int
-    """Rises by one with each change."""
+    """Number that rises by one with each change."""
     when: float
     history: tuple[AliasChange, ...] = ()
-    """Earlier targets, the latest last."""
+    """Earlier targets, oldest first."""
     back: int | None = None
-    """The generation whose target a rollback returns to; None: the one before this one."""
+    """Generation whose target a rollback restores; None: the one before this one."""
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Returns the shares that are above 0. Raises InvalidRequest unless they are MAX_SHARES at most and sum to 1."""
+    """Returns the shares above 0. Raises InvalidRequest unless each is from 0 to 1, there are MAX_SHARES at most, and
+    they sum to 1."""
     shares = {version: share for version, share in weights.items() if share != 0}
     if not all(0 < share <= 1 for share in shares.values()):
         raise InvalidRequest("weights", "each share of the calls is a number from 0 to 1")
@@ -59,8 +60,8 @@ def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def moved(alias: Alias | None, weights: dict[str, float], now: float, keep: int = MAX_HISTORY) -> Alias:
-    """Returns the alias pointing to `weights`, with at most `keep` earlier targets; the same object if it points there
-    already. With `alias` None it is a new alias."""
+    """Returns the alias pointing to `weights`, with at most `keep` earlier targets. Returns the same object if it
+    already points there. With `alias` None, returns a new alias."""
     if alias is None:
         return Alias(weights=weights, generation=1, when=now)
     if alias.weights == weights:
@@ -69,10 +70,10 @@ def moved(alias: Alias | None, weights: dict[str, float], now: float, keep: int 
 
 
 def rolled_back(alias: Alias, listed: Collection[str], now: float, keep: int = MAX_HISTORY) -> Alias:
-    """Returns the alias back at what it pointed to before, leaving out what came and went by earlier rollbacks.
+    """Returns the alias pointing to its previous target; targets undone by earlier rollbacks are skipped.
 
-    Earlier targets that name a version that is not `listed` any more are passed over. Raises Conflict when there is
-    none left.
+    Targets that name a version which is no longer `listed` are skipped too. Raises Conflict when no earlier target
+    remains.
     """
     for generation, change in _earlier(alias):
         if change.weights != alias.weights and all(version in listed for version in change.weights):
@@ -82,14 +83,14 @@ def rolled_back(alias: Alias, listed: Collection[str], now: float, keep: int = M
 
 
 def history_room(aliases: int) -> int:
-    """Returns how many earlier targets each of `aliases` aliases of a function may remember: they are read with every
-    function.json."""
+    """Returns the maximum number of earlier targets for each of `aliases` aliases of a function. It is bounded because
+    they are read with every function.json."""
     return max(MIN_HISTORY, min(MAX_HISTORY, 10 * MAX_HISTORY // max(1, aliases)))
 
 
 def point_of(*parts: str) -> float:
-    """Returns a number in [0, 1) for the text that `parts` make: evenly spread, and always the same for the same parts.
-    Only the last part may hold line breaks."""
+    """Returns a hash of `parts` as a number in [0, 1), uniformly distributed. The same parts always give the same
+    number. Only the last part may contain line breaks."""
     digest = hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)
 
@@ -99,7 +100,7 @@ def _remembered(alias: Alias, keep: int) -> tuple[AliasChange, ...]:
 
 
 def _earlier(alias: Alias) -> Iterator[tuple[int, AliasChange]]:
-    """Yields the earlier targets in the order in which rollbacks return to them, each with its generation."""
+    """Yields (generation, target) of the earlier targets, in the order in which rollbacks return to them."""
     oldest = alias.generation - len(alias.history)
     generation = alias.generation - 1 if alias.back is None else alias.back
     while generation >= oldest:

@@ -1,6 +1,6 @@
-"""Every version in a registry, of all tenants, listed or not: what garbage collection and verification walk over.
+"""Iteration over every version in a registry, listed or not, for garbage collection and verification.
 
-Objects are read a page at a time, so that memory does not grow with the number of functions.
+Objects are read one page at a time, so that memory does not grow with the number of functions.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ _OBJECT = re.compile(r"([^/]+)/(?:function|versions/(\d+))\.json", re.ASCII)
 
 
 class FoundVersion(msgspec.Struct, frozen=True):
-    """A manifest in the store, or a version that a function lists although it has none."""
+    """A version in the store: a manifest, or a listed version without one."""
 
     tenant: str
     function: str
     version: int
     entry: VersionEntry | None
-    """Entry of function.json; None: the function does not list the version, so it does not exist for anyone."""
+    """Entry of function.json; None: the function does not list the version, so no call can use it."""
     manifest: Manifest | None
     info: ObjectInfo | None
-    """The manifest's object; None: there is none."""
+    """Size and time of the manifest's object; None: there is no manifest."""
     removed: float = 0.0
-    """Unix time, by the store's clock, at which the function took the version off its list; 0: not lately."""
+    """Unix time (store's clock) at which the function removed the version from its list; 0: not recently."""
 
     @property
     def name(self) -> str:
+        """Name of the version as `tenant/function:version`."""
         return f"{self.tenant}/{self.function}:{self.version}"
 
     @property
     def key(self) -> str:
+        """Object key of the version's manifest."""
         return f"{_folder(self.tenant)}{self.function}/versions/{self.version}.json"
 
 
 def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
-    """Yields every version of every function in the store. Raises StoreUnavailable, also for a function.json that can't
-    be read: what it lists would seem unlisted."""
+    """Yields every version of every function in the store. Raises StoreUnavailable, also for an unreadable
+    function.json, whose versions would seem unlisted."""
     with ThreadPoolExecutor(store.readers, "registry") as pool:
         after = ""
         while names := store.folders("tenants/", after):
@@ -54,14 +56,14 @@ def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
 
 
 def is_listed(store: ObjectStore, version: FoundVersion) -> bool:
-    """Returns whether the function lists the version now. Reads function.json. Raises StoreUnavailable."""
+    """Returns whether the function lists the version now, by reading function.json. Raises StoreUnavailable."""
     record = find_record(store, f"{_folder(version.tenant)}{version.function}/function.json", FunctionRecord)
     return record is not None and any(entry.version == version.version for entry in record.versions)
 
 
 class _Function:
-    """A function whose manifests are being read; `unmet` has the versions that it lists and whose manifests were not
-    met yet."""
+    """A function whose manifests are being read. `unmet` has its listed versions whose manifests have not been read
+    yet."""
 
     def __init__(self, tenant: str, name: str) -> None:
         self.tenant = tenant
@@ -70,6 +72,7 @@ class _Function:
         self.removed: dict[str, float] = {}
 
     def met(self, version: int, info: ObjectInfo, data: bytes) -> FoundVersion:
+        """Returns the version of a manifest that was read, and removes it from `unmet`."""
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
         except msgspec.DecodeError:
@@ -79,8 +82,8 @@ class _Function:
         return FoundVersion(self.tenant, self.name, version, entry, manifest, info, removed)
 
     def rest(self, store: ObjectStore) -> Iterator[FoundVersion]:
-        """Yields the versions whose manifest was not met: those deployed since the listing, and those that have none.
-        Versions that were deleted meanwhile are left out."""
+        """Yields the listed versions whose manifest was not in the listing: those deployed since, and those without a
+        manifest. Versions deleted meanwhile are left out."""
         for version, entry in self.unmet.items():
             unmet = FoundVersion(self.tenant, self.name, version, entry, None, None)
             info = store.head(unmet.key)
@@ -92,8 +95,7 @@ class _Function:
 
 
 def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Iterator[FoundVersion]:
-    """Yields every version of a tenant. In the order of keys a function's function.json precedes its manifests, and
-    nothing comes between them."""
+    """Yields every version of a tenant. In key order, a function's function.json directly precedes its manifests."""
     current: _Function | None = None
     for info, data in _contents(store, _folder(tenant), pool):
         parsed = _OBJECT.fullmatch(info.key.removeprefix(_folder(tenant)))
@@ -114,7 +116,7 @@ def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Ite
 
 
 def _contents(store: ObjectStore, prefix: str, pool: ThreadPoolExecutor) -> Iterator[tuple[ObjectInfo, bytes | None]]:
-    """Yields the objects below the prefix with their content; None for one that was deleted since it was listed."""
+    """Yields the objects below the prefix with their content; None for one that was deleted after it was listed."""
 
     def read(info: ObjectInfo) -> bytes | None:
         try:

@@ -1,10 +1,10 @@
-"""The serving artifact: one file per adapter and base, layer-major, checksummed per layer.
+"""The serving artifact: one file per adapter and base, layer by layer, with a checksum per layer.
 
 Layout: MAGIC, header length (u64 little-endian), SHA-256 of the header, the header as JSON, zero padding to ALIGN, then
-one block per layer in order. A block holds, per adapted projection in the order of PROJECTIONS, the rows of
-lora_A.weight [rank, d_in] and then the rows of lora_B.weight transposed [rank, d_out], each part aligned to ALIGN
-bytes; all in the file's own dtype.
-Scaling is stored in the header, not folded into the weights. A layer without adapted projections has a block of size 0.
+one block per layer in order. A block contains the adapted projections in the order of PROJECTIONS. Each has the rows of
+lora_A.weight [rank, d_in], then the rows of the transposed lora_B.weight [rank, d_out], both in the artifact's dtype
+and padded to ALIGN bytes. Scaling is stored in the header, not folded into the weights. A layer without adapted
+projections has a block of size 0.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MAGIC = b"GARNISH1"
 ALIGN = 64
 FORMAT_VERSION = 1
 PREFIX = len(MAGIC) + 8 + 32
-"""Bytes before the header."""
+"""Number of bytes before the header."""
 MAX_HEADER_BYTES = 64 << 20
 READ_BYTES = 8 << 20
 FIRST_READ = 64 << 10
-"""Bytes that the first ranged get asks for: the whole header of most adapters."""
+"""Size of the first ranged get in bytes, enough for the complete header of most adapters."""
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
+    """An adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
 
     projection: int
     rank: int
@@ -46,7 +46,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class LayerBlock(msgspec.Struct, frozen=True):
-    """Position of a layer's block (absolute offset in the file, bytes) and the hash of its bytes."""
+    """Position of a layer's block (absolute offset and size in bytes), and the SHA-256 (hex) of its bytes."""
 
     offset: int
     size: int
@@ -55,24 +55,26 @@ class LayerBlock(msgspec.Struct, frozen=True):
 
 
 class ArtifactHeader(msgspec.Struct, frozen=True):
+    """Header of a serving artifact: its identity, and the positions of its layers."""
+
     version: int
     digest: str
     base: str
     dtype: str
-    """float32, float16 or bfloat16"""
+    """Dtype of the weights: float32, float16 or bfloat16."""
     layers: tuple[LayerBlock, ...]
 
 
 def artifact_key(base_fingerprint: str, digest: str) -> str:
-    """Returns the key under which the registry keeps the artifact of an adapter (by its digest) for a base."""
+    """Returns the object key of the artifact of an adapter (given by its digest) for a base."""
     return f"artifacts/v{FORMAT_VERSION}/{base_fingerprint}/{digest}"
 
 
 def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path) -> ArtifactHeader:
-    """Writes the artifact of a checked adapter to `out`, layer by layer, and returns its header. Memory is bounded by
-    one tensor.
+    """Writes the artifact of a checked adapter to `out`, layer by layer, and returns its header. Uses memory for one
+    tensor at a time.
 
-    Raises InvalidAdapter when the weights file was cut since it was checked.
+    Raises InvalidAdapter when the weights file was truncated after it was checked.
     """
     header = _planned_header(layout, base)
     blocks = []
@@ -87,7 +89,7 @@ def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path
 
 
 def read_header(store: RangeReader, key: str) -> ArtifactHeader:
-    """Reads and checks the header with one ranged get, or two when it is long. Raises NotFound or CorruptArtifact."""
+    """Returns the checked header, read with one ranged get (two if it is long). Raises NotFound or CorruptArtifact."""
     data = store.get_range(key, 0, FIRST_READ)
     if data[: len(MAGIC)] != MAGIC or len(data) < PREFIX:
         raise CorruptArtifact("not a serving artifact")
@@ -107,14 +109,14 @@ def read_header(store: RangeReader, key: str) -> ArtifactHeader:
 
 
 def check_layer(header: ArtifactHeader, layer: int, data: bytes | memoryview) -> None:
-    """Raises CorruptArtifact unless `data` is the layer's block, whole and as it was written."""
+    """Raises CorruptArtifact unless `data` is the complete, unchanged block of the layer."""
     block = header.layers[layer]
     if len(data) != block.size or hashlib.sha256(data).hexdigest() != block.sha256:
         raise CorruptArtifact(f"layer {layer} of {header.digest} is not what was written")
 
 
 def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
-    """Reads a whole stored artifact and returns what is wrong with it; empty when it is what was written."""
+    """Reads a complete stored artifact, and returns its problem; empty if it is intact."""
     key = artifact_key(base, digest)
     try:
         header = read_header(store, key)
@@ -131,7 +133,8 @@ def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
 
 
 def stored_sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
-    """Returns the SHA-256 (hex) of `size` bytes of an object from `start`, fewer where it ends. Raises NotFound."""
+    """Returns the SHA-256 (hex) of `size` bytes of an object from offset `start`, fewer if it ends before. Raises
+    NotFound."""
     sha256, end = hashlib.sha256(), start + size
     while start < end and (data := store.get_range(key, start, min(READ_BYTES, end - start))):
         sha256.update(data)
@@ -140,8 +143,8 @@ def stored_sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
 
 
 def _check_header(header: ArtifactHeader, data_start: int) -> None:
-    """Raises CorruptArtifact unless version, dtype and bounds of the layers are in order. No more is checked: hashes
-    vouch for the content, the header's own (ranks, scales, offsets) and the layers'."""
+    """Raises CorruptArtifact unless version, dtype and layer bounds are valid. Nothing else needs a check: hashes
+    protect the header (ranks, scales, offsets) and the layers."""
     if header.version != FORMAT_VERSION or header.dtype not in ITEM_BYTES:
         raise CorruptArtifact(f"unknown version {header.version} or dtype {header.dtype[:20]}")
     end = data_start
@@ -153,7 +156,7 @@ def _check_header(header: ArtifactHeader, data_start: int) -> None:
 
 
 def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
-    """Returns the header with every offset; hashes are still zeros, which take as many bytes as the real ones."""
+    """Returns the header with all offsets. The hashes are placeholders of zeros, as long as the real ones."""
     start = ALIGN
     while True:
         end = start
@@ -166,7 +169,7 @@ def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
         needed = _aligned(len(encode_header(header)))
         if needed <= start:
             return header
-        start = needed  # larger offsets may need more digits, so look again
+        start = needed  # larger offsets may need more digits, so plan again
 
 
 def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, item: int) -> LayerBlock:
@@ -180,13 +183,13 @@ def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, it
 
 
 def encode_header(header: ArtifactHeader) -> bytes:
-    """Returns the bytes of the file that come before the padding and the layers."""
+    """Returns the beginning of the file, up to the padding before the layers."""
     text = msgspec.json.encode(header)
     return MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
 
 
 def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...], dtype: str, weights: Path) -> str:
-    """Writes one layer's tensors at their offsets; returns the SHA-256 of the block."""
+    """Writes one layer's tensors at their offsets, and returns the SHA-256 (hex) of the block."""
     sha256 = hashlib.sha256()
     stream.seek(block.offset)
     for pair in pairs:
@@ -199,9 +202,9 @@ def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...
 
 
 def _rows(weights: Path, ref: TensorRef, dtype: str, transposed: bool) -> bytes:
-    """Returns a tensor's elements (or those of its transpose) row by row, as `dtype`, little-endian."""
+    """Returns the elements of a tensor, or of its transpose, row by row as little-endian `dtype`."""
     values: npt.NDArray[Any] = read_tensor(weights, ref).reshape(ref.shape)
-    if DTYPES[ref.dtype] != dtype:  # a file of mixed dtypes: all become float32, which holds each of them exactly
+    if DTYPES[ref.dtype] != dtype:  # a file of mixed dtypes: all become float32, which represents each of them exactly
         values = (values.astype("<u4") << 16).view("<f4") if ref.dtype == "BF16" else values.astype("<f4")
     return np.ascontiguousarray(values.T if transposed else values).tobytes()
 

@@ -1,4 +1,4 @@
-"""The base model as adapters see it: its identity and the shape of every projection. No weights are loaded."""
+"""The base model as adapters need it: its identity and the shape of every projection. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ import msgspec
 from adapters.model_families import FAMILIES, ModelFamily
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Every table with a dimension of 7 is in this order."""
+"""Names of the projections. Every table with a dimension of 7 is in this order."""
 
 
 class UnsupportedBase(ValueError):
-    """The directory does not hold a base model that Garnish can serve."""
+    """The directory does not contain a base model that Garnish can serve."""
 
 
 class BaseModel(msgspec.Struct, frozen=True):
-    """Properties of the base model that are known before any weight is read."""
+    """Properties of the base model that are known without reading its weights."""
 
     id: str
-    """Hub id, or the directory's last part."""
+    """Hub id, or the name of the model's directory."""
     fingerprint: str
-    """SHA-256 hex over config.json and the weight files."""
+    """SHA-256 (hex) over config.json and the weight files."""
     model_type: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     max_context: int
     widths: tuple[tuple[int, int], ...]
-    """(d_in, d_out) per projection, in the order of PROJECTIONS."""
+    """Pairs (d_in, d_out) of the projections, in the order of PROJECTIONS."""
 
     @property
     def family(self) -> ModelFamily:
+        """Model family of the base model."""
         return FAMILIES[self.model_type]
 
     @property
     def kv_elements(self) -> int:
+        """Number of key and value elements of one token in the KV cache, over all layers."""
         return kv_elements(self.num_layers, self.widths)
 
 
 def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
-    """Returns the properties of the base model in `directory`, from config.json and a fingerprint of the files.
+    """Returns the properties of the base model in `directory`, from its config.json and a fingerprint of its files.
 
-    Hashing the weights is the slow part, so the fingerprint is cached in the directory by names, sizes and times.
-    Raises UnsupportedBase when a file is missing or the architecture is not served.
+    Hashing the weights is slow, so the fingerprint is cached in the directory; names, sizes and times of the files
+    validate it. Raises UnsupportedBase when a file is missing or the architecture is not served.
     """
     config_file = directory / "config.json"
     try:
@@ -85,13 +87,13 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def kv_elements(num_layers: int, widths: tuple[tuple[int, int], ...]) -> int:
-    """Returns how many keys and values one token has in the KV cache of all layers."""
+    """Returns the number of key and value elements of one token in the KV cache, over all layers."""
     return num_layers * (widths[1][1] + widths[2][1])
 
 
 def fingerprint(directory: Path) -> str:
-    """Returns the SHA-256 over config.json and every weight file, cached in `.garnish-fingerprint.json` in the
-    directory. Raises UnsupportedBase where there are no weight files."""
+    """Returns the SHA-256 (hex) over config.json and all weight files. It is cached in `.garnish-fingerprint.json` in
+    the directory. Raises UnsupportedBase if there are no weight files."""
     files = sorted([directory / "config.json", *directory.glob("*.safetensors")])
     if len(files) < 2:
         raise UnsupportedBase(f"{directory}: no *.safetensors weight files")
@@ -102,12 +104,12 @@ def fingerprint(directory: Path) -> str:
         if cached["stamp"] == stamp:
             return str(cached["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # no memo, or a broken one: hash again
+        pass  # no cached fingerprint, or a damaged one: hash again
     sha256 = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
             sha256.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
     value = sha256.hexdigest()
-    with contextlib.suppress(OSError):  # a read-only model directory only costs the next start a second hash
+    with contextlib.suppress(OSError):  # in a read-only directory each start hashes again
         memo.write_text(json.dumps({"stamp": stamp, "fingerprint": value}))
     return value

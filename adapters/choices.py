@@ -1,4 +1,4 @@
-"""Resolution of a name: the versions between which its calls are split, and the version that one call runs."""
+"""Resolution of a name: the versions between which its calls are split, and the version of one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adapters.functions import Policy
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """Version of a function, ready to be sent to a node."""
+    """A version of a function, with everything that a node needs to load it."""
 
     function: str
     version: int
@@ -21,33 +21,32 @@ class Resolved(msgspec.Struct, frozen=True):
     bytes: int
     policy: Policy
     itemsize: int = 0
-    """Bytes of an element, as in VersionEntry."""
+    """Bytes per element, as in VersionEntry."""
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A version that a call may get, with its share of the calls."""
+    """A version that a call may get, and its share of the calls."""
 
     share: float
     version: Resolved
     refused: tuple[Problem, ...] = ()
-    """Reasons why it does not fit the present base model."""
+    """Reasons why the version does not fit the current base model; empty: it fits."""
     damaged: str = ""
-    """Problem of its stored files, if they are needed."""
+    """Problem of the version's stored files, if they are needed to build the artifact; empty: none."""
     pending: bool = False
-    """The artifact for the present base is still to be made, or tried again: `Registry.make_artifact`."""
+    """True: the artifact for the current base must be built, or built again (`Registry.make_artifact`)."""
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether a node can load it now."""
+        """Returns whether a node can load the version now."""
         return not (self.refused or self.damaged or self.pending)
 
 
 def pick(choices: Sequence[Choice], point: float) -> Resolved:
-    """Returns the version into whose share `point` falls, where shares lie side by side from 0.
+    """Returns the version into whose share `point` falls. The shares are consecutive intervals starting at 0.
 
-    Raises InvalidAdapter, CorruptArtifact or ArtifactPending when a node can't load that version now.
-
-    Moving share from one of two versions to the other moves only the points in between.
+    Raises InvalidAdapter, CorruptArtifact or ArtifactPending when a node can't load that version now. Moving share from
+    one of two versions to the other changes the result only for points in between.
     """
     reached = 0.0
     chosen = choices[-1]  # the shares may sum to a little less than 1

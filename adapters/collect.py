@@ -1,12 +1,13 @@
-"""Garbage collection: removes what no function lists, once it is so old that no deploy can still be about to list it.
+"""Garbage collection: removes objects that no function lists, once they are too old for a running deploy to list them.
 
-Orphans are what deploys leave that died, and what deletes leave. First everything that is listed is noted, and then
-objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy that finds
-content of half the age writes it again, so what is old enough when the run starts and is not listed is not wanted by a
-deploy under way. What a deploy has written again since then is young, and is checked again before it is removed; a
-deploy that writes between that check and the removal finds it missing before it lists it, and writes it again. A
-version that was taken off its function's list since is kept, too: calls of it may still load it. All times are by the
-store's clock.
+Orphans are left by deploys that died and by deletions. The run first records everything that is listed, and then
+removes objects. An error while recording means that nothing is removed.
+
+Ages count from the start of the run. A deploy rewrites existing content that is more than half as old, so an unlisted
+object that is old enough at the start is not needed by a running deploy. Content rewritten since then is young: each
+object's age is checked again before its removal. A deploy that writes between that check and the removal finds the
+object missing before it lists the version, and writes it again. A recently unlisted version is kept, because calls of
+it may still load it. All times are by the store's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ARTIFACT = re.compile(r"artifacts/v\d+/[^/]+/([0-9a-f]{64})", re.ASCII)
 
 
 class Collected(msgspec.Struct):
-    """Counts of what was removed, or would be in a dry run, and of what was kept."""
+    """Counts of objects removed (in a dry run: that would be removed), and of those kept."""
 
     dry_run: bool
     blobs: int = 0
@@ -37,7 +38,7 @@ class Collected(msgspec.Struct):
     manifests: int = 0
     bytes: int = 0
     kept: int = 0
-    """Blobs and artifacts that are listed, or too young to be removed."""
+    """Number of blobs and artifacts that are listed, or too young to be removed."""
 
 
 def collect(
@@ -47,11 +48,12 @@ def collect(
     now: float | None = None,
     on_removal: Callable[[ObjectInfo], None] = lambda _: None,
 ) -> Collected:
-    """Removes orphans that are ORPHAN_SECONDS old at `now` (Unix time by the store's clock; default: as it is), and
-    returns what was removed; `on_removal` is called for each. With `dry_run` nothing is removed.
+    """Removes orphans that are at least ORPHAN_SECONDS old, and returns the counts. `now` is Unix time by the store's
+    clock; None: the current time. With `dry_run` nothing is removed. `on_removal` is called for each object that is
+    removed, or that a dry run would remove.
 
-    Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, so that what it needs is not
-    known.
+    Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, since its files are then
+    unknown.
     """
     before = (store.now() if now is None else now) - ORPHAN_SECONDS
     done = Collected(dry_run)
@@ -69,8 +71,8 @@ def collect(
 
 
 def _record_needs(version: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
-    """Records in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an
-    orphan. Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
+    """Records the digest and files of the version in `needed`, or its manifest in `manifests` if that is an orphan.
+    Raises CorruptArtifact when a listed version's manifest is missing or unreadable."""
     young = version.removed >= before or (version.info is not None and version.info.modified >= before)
     if version.entry is None and version.info is not None and not young:
         manifests.put(version.key, str(version.info.size))

@@ -1,7 +1,7 @@
-"""Immutable content in the store: the original files of adapters by their hash, and serving artifacts by their digest.
+"""Immutable content in the store: original adapter files by their hash, and serving artifacts by their digest.
 
-Content that no manifest names (a deploy died) may be removed once it is 24 h old, so a deploy writes content again that
-is half that old.
+Content that no manifest names, for instance because a deploy died, may be removed once it is 24 h old. A deploy
+therefore rewrites content that is 12 h old or more.
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ from adapters.store import ObjectStore
 from adapters.validate import Inspection, LoraLayout, check_values, file_sha256
 
 Inspect = Callable[[bytes, Path], Inspection]
-"""Function that inspects a config and a weights file; raises InvalidAdapter, TooLarge, InspectionBusy."""
+"""Function that inspects a config and a weights file. It raises InvalidAdapter, TooLarge or InspectionBusy."""
 Unmakeable = InvalidAdapter | CorruptArtifact
 REWRITE_SECONDS = 12 * 3600.0
 MAX_FAILURES = 1000
-"""Reasons why artifacts can't be made that are remembered."""
+"""Maximum number of remembered failures to build artifacts."""
 DAMAGED_SECONDS = 30.0
-"""Seconds for which damaged files are not read again: someone may mend them."""
+"""Time for which damaged files are not read again; after it they may have been repaired."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why an artifact can't be made, and the time until which it is not tried again."""
+    """Reason why an artifact can't be built, and the time until which that is not tried again."""
 
     error: Unmakeable
     until: float
-    """Monotonic seconds; then it may be tried again."""
+    """Monotonic time in seconds at which building may be tried again."""
     written: float | None
-    """Time at which the artifact that is damaged was stored."""
+    """Unix time (store's clock) at which the damaged artifact was stored; None: there is none."""
 
     @property
     def expired(self) -> bool:
+        """True: building the artifact may be tried again."""
         return time.monotonic() >= self.until
 
 
 class Contents:
-    """Blobs and artifacts for one base model. Methods block; they may be called from any thread."""
+    """Blobs and artifacts for one base model. Methods block, and may be called from any thread."""
 
     def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect) -> None:
         self.store = store
         self.base = base
         self._inspect = inspect
         self._failures: dict[str, Failure] = {}
-        """Maps digests to the failures."""
+        """Failures by digest."""
 
     def put_files(self, layout: LoraLayout, config: bytes, weights: Path) -> None:
-        """Stores both original files and the artifact, except what is there already and young."""
+        """Stores both original files and the artifact, except those that exist and are younger than REWRITE_SECONDS."""
         self._put(blob_key(hashlib.sha256(config).hexdigest()), config)
         self._put(blob_key(layout.weights_sha256), weights)
         if not self._is_young(artifact_key(self.base.fingerprint, layout.digest)):
@@ -70,7 +71,7 @@ class Contents:
         return *blobs, artifact_key(self.base.fingerprint, layout.digest)
 
     def put_artifact(self, layout: LoraLayout, weights: Path) -> None:
-        """Makes and stores the artifact, in place of the one that may be there."""
+        """Builds and stores the artifact, replacing an existing one."""
         with _scratch() as folder:
             out = folder / "artifact"
             write_artifact(layout, self.base, weights, out)
@@ -78,17 +79,19 @@ class Contents:
         self._failures.pop(layout.digest, None)
 
     def has_artifact(self, digest: str) -> bool:
+        """Returns whether an artifact for the current base is stored; does not check its content."""
         return self._written(digest) is not None
 
     def artifact_problem(self, digest: str) -> str:
-        """Reads the whole artifact and returns what is wrong with it; empty when it is there and whole."""
+        """Reads the complete artifact, and returns its problem; empty if it is intact."""
         return artifact_problem(self.store, self.base.fingerprint, digest)
 
     def ensure_artifact(self, manifest: Manifest) -> str:
-        """Makes the artifact for the present base from the stored files, if there is none or it is damaged. Returns
-        what was wrong with the one that was there; "" when it was whole.
+        """Builds the artifact for the current base from the stored files, if it is missing or damaged. Returns the
+        problem of the existing artifact; "" if it was intact.
 
-        Raises InvalidAdapter when the adapter does not fit this base, CorruptArtifact when a stored file was changed.
+        Raises InvalidAdapter when the adapter does not fit this base, and CorruptArtifact when a stored file was
+        changed.
         """
         problem = self.artifact_problem(manifest.digest)
         if not problem:
@@ -111,8 +114,8 @@ class Contents:
         return problem
 
     def failure(self, digest: str) -> Failure | None:
-        """Returns why the artifact could not be made when it was last tried, which spares another try: each reads all
-        tensors. None if no try failed, or once another artifact was stored."""
+        """Returns the last failure to build the artifact, which spares another attempt: each reads all tensors. Returns
+        None if no attempt failed, or another artifact has been stored since."""
         failure = self._failures.get(digest)
         return failure if failure is not None and failure.written == self._written(digest) else None
 
@@ -122,13 +125,13 @@ class Contents:
         self._failures[digest] = Failure(_copy(error), until, self._written(digest))
 
     def _written(self, digest: str) -> float | None:
-        """Returns when the artifact was stored, in Unix time by the store's clock; None when there is none."""
+        """Returns the Unix time (store's clock) at which the artifact was stored; None if there is none."""
         info = self.store.head(artifact_key(self.base.fingerprint, digest))
         return None if info is None else info.modified
 
     def _fetch_files(self, manifest: Manifest, weights: Path) -> bytes:
-        """Writes the stored weights to the file `weights`; returns the config. Raises CorruptArtifact unless both are
-        what was deployed."""
+        """Writes the stored weights to the file `weights`, and returns the config. Raises CorruptArtifact unless both
+        are as deployed."""
         name = f"version {manifest.version} of function {manifest.function}"
         try:
             self._fetch(blob_key(manifest.weights_sha256), weights)
@@ -165,7 +168,7 @@ class Contents:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Provides a folder for temporary files, which is removed afterwards. A full or broken disk becomes
+    """Yields a folder for temporary files, which is removed afterwards. Converts OSError (a full or broken disk) to
     StoreUnavailable."""
     try:
         with tempfile.TemporaryDirectory(prefix="garnish-") as folder:
@@ -175,10 +178,10 @@ def _scratch() -> Iterator[Path]:
 
 
 def _copy(error: Unmakeable) -> Unmakeable:
-    """Returns the error without its trace, which holds on to the files' contents."""
+    """Returns a copy of the error without its traceback, which would keep the files' contents in memory."""
     return InvalidAdapter(error.problems) if isinstance(error, InvalidAdapter) else CorruptArtifact(str(error))
 
 
 def blob_key(sha256: str) -> str:
-    """Returns the key under which an original file is kept."""
+    """Returns the object key of an original file."""
     return f"blobs/sha256/{sha256}"

@@ -16,18 +16,18 @@ if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """An adapter's two files, and what its deploy states with them. `weights` must not change during the deploy."""
+    """An adapter's two files, and the options of its deploy. `weights` must not change during the deploy."""
 
     config: bytes
     """Content of adapter_config.json."""
     weights: Path
-    """File in the format of adapter_model.safetensors."""
+    """Path of a file in the format of adapter_model.safetensors."""
     alias: str | None = None
-    """Alias that is moved to the version; None: `latest`."""
+    """Alias that will point to the version; None: `latest`."""
     policy: dict[str, Any] | None = None
     """Fields of the function's policy to change."""
     source: str | None = None
-    """Origin of the files, if they did not come with the request."""
+    """Source address of the files, if they did not come with the request."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -41,22 +41,23 @@ class Deployment(msgspec.Struct, frozen=True):
     bytes: int
     warnings: tuple[str, ...]
     created: bool
-    """A new version was made. False when this adapter was deployed under this name before, and in a dry run."""
+    """True: the deploy made a new version. False in a dry run, and when the function already has this adapter."""
     dtype: str
-    """Dtype of the tensors as stored: `bytes` counts them in it."""
+    """Dtype in which the tensors are stored; `bytes` is their size in this dtype."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """An adapter whose files are stored, and that is not listed yet."""
+    """An adapter whose files are stored, but which no function lists yet."""
 
     deployment: Deployment
     layout: LoraLayout
     manifest: Manifest | None
-    """Manifest of a new version, which has taken its number; None when the function lists the adapter already."""
+    """Manifest of the new version, whose number is taken; None when the function already lists the adapter."""
 
 
 def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:
+    """Returns the result of a deploy of this layout. `version` is None in a dry run."""
     return Deployment(
         function=name,
         version=version,

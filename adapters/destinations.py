@@ -1,4 +1,4 @@
-"""Destination of the outcome of an asynchronous call: a webhook, or another function of the tenant."""
+"""Destination for the result of an asynchronous call: a webhook, or another function of the tenant."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from adapters.names import is_name
 
 
 class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Exactly one of both."""
+    """Destination of a result; exactly one of the fields is set."""
 
     webhook: Annotated[str, Meta(max_length=2000)] | None = None
-    """An http or https URL without user name or password."""
+    """URL (http or https) without user name or password."""
     function: Annotated[str, Meta(max_length=130)] | None = None
-    """`name`, `name:alias` or `name:version`."""
+    """Function of the tenant as `name`, `name:alias` or `name:version`."""
 
 
 def check_destination(destination: Destination | None, field: str) -> None:
-    """Raises InvalidRequest, naming the field, for a malformed destination. The function or host that it names may be
-    missing: that is known when it is used."""
+    """Raises InvalidRequest, which names the field, for a malformed destination. The function or host may not exist:
+    that shows only when it is used."""
     if destination is None:
         return
     if (destination.webhook is None) == (destination.function is None):

@@ -1,4 +1,4 @@
-"""A map from text to text that lies on disk, for as many entries as a registry has objects."""
+"""A string-to-string map on disk, for as many entries as a registry has objects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BATCH = 1000
 
 
 class DiskMap:
-    """A map from text to text in a temporary file. It is used as a context manager, by one thread; the file is gone
-    afterwards. Memory is bounded by SQLite's cache."""
+    """A string-to-string map in a temporary file, which is deleted when the context ends. Use it as a context manager
+    in one thread. SQLite's cache bounds its memory."""
 
     def __enter__(self) -> DiskMap:
         self._folder = tempfile.TemporaryDirectory(prefix="garnish-")
@@ -28,14 +28,16 @@ class DiskMap:
         self._folder.cleanup()
 
     def put(self, name: str, value: str = "") -> None:
+        """Sets the value of `name`."""
         self._base.execute("insert or replace into map values (?, ?)", (name, value))
 
     def get(self, name: str) -> str | None:
+        """Returns the value of `name`; None if it is not in the map."""
         row = self._base.execute("select value from map where name = ?", (name,)).fetchone()
         return None if row is None else str(row[0])
 
     def names(self) -> Iterator[str]:
-        """Yields the names in ascending order. Entries may be put meanwhile."""
+        """Yields the names in ascending order. Entries may be added meanwhile."""
         after = ""
         while True:
             page = self._base.execute("select name from map where name > ? order by name limit ?", (after, BATCH))

@@ -1,12 +1,12 @@
-"""The registry's epoch: the records that are about to change, in one small object that gateways read every second.
+"""The registry's epoch: a list of records about to change, in one small object that gateways read every second.
 
-A writer marks a record before it commits a change of it. A gateway that has read the epoch and finds a record unmarked
-knows that nothing was committed until then. That holds for every writer: one that was killed before it could notify
-anybody, and one that shares no Redis with the reader. What is read of a marked record may be from before the commit, so
-it is read again for DIRTY_SECONDS.
+A writer marks a record before it commits a change. A gateway that reads the epoch and finds a record unmarked knows
+that no change was committed until then. That holds for every writer, even one that was killed before it could notify
+others, or that shares no Redis with the reader. A read of a marked record may be older than the commit, so the record
+is read again for DIRTY_SECONDS.
 
-A gateway that reads the epoch for the first time, or has missed marks, learns from their times which of them still
-count. `since` shows whether marks that are no longer named still count.
+A gateway that reads the epoch for the first time, or has missed marks, uses their times to decide which still count.
+`since` shows whether dropped marks still count.
 """
 
 from __future__ import annotations
@@ -24,44 +24,48 @@ from adapters.store import ObjectStore
 
 EPOCH_KEY = "epoch.json"
 MAX_MARKS = 200
-"""Newest marks that are kept, some 100 bytes each."""
+"""Maximum number of stored marks, of some 100 bytes each; the newest are kept."""
 MARK_SECONDS = 20.0
-"""Seconds for which a mark covers attempts to commit; then the writer marks again."""
+"""Time for which a mark covers attempts to commit; after it the writer marks again."""
 DIRTY_SECONDS = 120.0
-"""MARK_SECONDS and the longest time that one write to the store may be under way, doubled."""
+"""Time for which a marked record is read again. It covers MARK_SECONDS and the longest time of one write to the store,
+with a safety factor of about two."""
 
 T = TypeVar("T")
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """Mark of a record that is about to change."""
+
     number: int
-    """Number of the mark: one more than that of the mark before."""
+    """Number of the mark, one more than the previous mark's."""
     key: str
-    """Key of the record in the store."""
+    """Object key of the marked record."""
     ended: str = ""
-    """Reason why the function's generations are to end now; empty: they may continue."""
+    """Reason why the function's running generations must end now; empty: they may continue."""
     id: str = ""
-    """Deduplication id of `ended`: the same message may also arrive through Redis."""
+    """Deduplication id of `ended`, since the same message may also arrive through Redis."""
     at: float = 0.0
-    """Time by the store's clock, some seconds before the mark at most; 0: made before `since`."""
+    """Unix time by the store's clock, at most a few seconds before the mark was written; 0: written before `since`."""
 
 
 class Epoch(msgspec.Struct, frozen=True):
-    """The content of epoch.json: the newest marks."""
+    """Content of epoch.json: the newest marks."""
 
     id: str
-    """Drawn when the object is made: the numbers of another one say nothing."""
+    """Random id drawn when the object is created. Mark numbers of objects with different ids can't be compared."""
     since: float
-    """Time by the store's clock; all marks that were made later are here."""
+    """Unix time by the store's clock; all marks made after it are in `marks`."""
     marks: tuple[Mark, ...] = ()
 
     @property
     def number(self) -> int:
+        """Number of the newest mark; 0 without marks."""
         return self.marks[-1].number if self.marks else 0
 
 
 def read_epoch(store: ObjectStore) -> Epoch:
-    """Returns the epoch; makes it when there is none, or none that can be read. Raises StoreUnavailable."""
+    """Returns the epoch, after creating it if it does not exist or is unreadable. Raises StoreUnavailable."""
     try:
         epoch = find_record(store, EPOCH_KEY, Epoch)
     except CorruptRecord:
@@ -71,8 +75,8 @@ def read_epoch(store: ObjectStore) -> Epoch:
 
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
-    """Adds a mark to the epoch: the record under `key` is about to change, or generations of its function end (`ended`
-    says why, and `number` is the id by which those who hear of it twice know it). Raises StoreUnavailable."""
+    """Adds a mark to the epoch: the record under `key` is about to change. With `ended`, the reason, generations of its
+    function end too; `number` is then the deduplication id. Raises StoreUnavailable."""
 
     def marked(current: Epoch | None) -> Epoch:
         now = store.now()
@@ -89,8 +93,8 @@ def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> Non
 
 
 def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[[T | None], T]) -> T:
-    """Does what `update_record` does for a record that gateways keep, which is marked whenever it is written. What a
-    newer release has stored in it stays."""
+    """Changes a record that gateways cache, like `update_record`, and marks it before each write. Keeps fields that a
+    newer release has stored."""
     until = 0.0
 
     def marked() -> None:

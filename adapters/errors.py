@@ -1,6 +1,6 @@
-"""Errors of adapters and the registry, as types that callers map to their own replies.
+"""Errors of adapters and the registry, which callers map to their own replies.
 
-Messages name what was wrong and may be shown to a user: they hold no paths, keys of other tenants or stack traces.
+Messages say what was wrong and may be shown to a user. They contain no paths, stack traces or keys of other tenants.
 """
 
 from __future__ import annotations
@@ -8,32 +8,35 @@ from __future__ import annotations
 import msgspec
 
 MAX_PROBLEMS = 1000
-"""Problems that one refusal lists; the rest is only counted, so that a hostile file can't make a huge reply."""
+"""Maximum number of problems listed in one refusal. Further ones are only counted, so that a hostile file can't cause a
+huge reply."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Reason why an adapter is refused."""
+    """A single reason why an adapter is refused."""
 
     tensor: str
-    """The tensor's name; `adapter_config.json#field` for the config; the file's name for a file that can't be read."""
+    """Source of the problem: a tensor's name, `adapter_config.json#field` for the config, or the name of an unreadable
+    file."""
     problem: str
     expected: str | None = None
     found: str | None = None
 
 
 class AdapterError(Exception):
-    """Root of every error that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class InvalidAdapter(AdapterError):
-    """The adapter's files can't be served; `problems` (one at least) lists every reason that was found."""
+    """The adapter's files can't be served. `problems` (at least one) has the reasons."""
 
     def __init__(self, problems: list[Problem], omitted: int = 0) -> None:
-        """`problems` become the error's, MAX_PROBLEMS at most; `omitted`: how many further ones were only counted."""
+        """Creates the error with `problems`, MAX_PROBLEMS of them at most. `omitted` is the number of further problems
+        that were only counted."""
         total = len(problems) + omitted
         self.problems = problems[:MAX_PROBLEMS]
         self.omitted = total - len(self.problems)
-        """Further problems, only counted; the last of `problems` states their number."""
+        """Number of problems that are not listed; the last one of `problems` states it."""
         if self.omitted:
             self.problems.append(Problem("...", f"{self.omitted} further problems are not listed"))
         first = problems[0]
@@ -42,7 +45,7 @@ class InvalidAdapter(AdapterError):
 
 
 class InvalidRequest(AdapterError):
-    """A name, alias, policy or record that breaks the rules; `param` names the field."""
+    """A name, alias, policy or record breaks the rules. `param` names the field."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -50,7 +53,7 @@ class InvalidRequest(AdapterError):
 
 
 class NotFound(AdapterError):
-    """The function, version, alias, tenant or object does not exist (or belongs to someone else)."""
+    """The function, version, alias, tenant or object does not exist, or belongs to another tenant."""
 
 
 class NoSuchFunction(NotFound):
@@ -63,15 +66,15 @@ class NoSuchFunction(NotFound):
 
 
 class Conflict(AdapterError):
-    """The request contradicts what exists already: a name is taken, a limit reached, or something in use."""
+    """The request conflicts with existing state: a name is taken, a limit is reached, or an object is in use."""
 
 
 class PreconditionFailed(AdapterError):
-    """Someone else changed the object or function since the caller read it."""
+    """Another writer has changed the object or function since the caller read it."""
 
 
 class TooLarge(AdapterError):
-    """A file exceeds a limit; `limit` is in bytes."""
+    """A file is larger than `limit`, in bytes."""
 
     def __init__(self, message: str, limit: int) -> None:
         super().__init__(message)
@@ -79,30 +82,30 @@ class TooLarge(AdapterError):
 
 
 class StoreUnavailable(AdapterError):
-    """The object store can't be reached, is full, or did not answer in time. The same call may work later."""
+    """The object store can't be reached, is full, or did not answer in time. Retrying the call may succeed."""
 
 
 class CorruptRecord(StoreUnavailable):
-    """A record in the registry is not readable: someone has to mend it."""
+    """A record in the registry is unreadable: an operator has to repair it."""
 
 
 class CorruptFunction(CorruptRecord):
-    """A function's own record is not readable; the message may be shown to its tenant."""
+    """A function's record is unreadable. The message may be shown to its tenant."""
 
     def __init__(self, function: str) -> None:
         super().__init__(f"the record of function {function} is damaged: the operator restores it from a backup")
 
 
 class InspectionBusy(AdapterError):
-    """Adapters can't be inspected now; the same deploy may work later."""
+    """Adapters can't be inspected now. Retrying the deploy may succeed."""
 
 
 class CorruptArtifact(AdapterError):
-    """Bytes in the registry are not what was written there."""
+    """Stored bytes in the registry differ from what was written."""
 
 
 class ArtifactPending(AdapterError):
-    """A version's artifact for the present base is not made yet. The same call will work later."""
+    """A version's artifact for the current base is not built yet. Retrying the call later will succeed."""
 
     def __init__(self, function: str, version: int) -> None:
         super().__init__(f"version {version} of function {function} is being made ready for the present base model")

@@ -1,4 +1,4 @@
-"""Changes of a function that exists, each one compare-and-swap of its function.json."""
+"""Changes of existing functions, each a compare-and-swap of function.json."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from adapters.store import ObjectStore
 
 
 class FunctionChanges:
-    """Changes functions' records in the store. Methods block; they may be called from any thread. `matches`: the
-    generations of which the function must have one (None: any)."""
+    """Changes functions' records in the store. Methods block, and may be called from any thread. `matches`: generations
+    of which the function must have one (None: any)."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -28,10 +28,10 @@ class FunctionChanges:
     def set_alias(
         self, tenant: str, name: str, alias: str, weights: dict[str, float], matches: Collection[int] | None = None
     ) -> FunctionRecord:
-        """Points an alias, new or known, to versions by their shares; nothing is written if it points there already.
+        """Points a new or existing alias to versions by shares of the calls. Writes nothing if it already points there.
         Returns the function's record.
 
-        Raises InvalidRequest (alias, weights), NotFound (function, version), Conflict, PreconditionFailed.
+        Raises InvalidRequest (alias, weights), NotFound (function, version), Conflict or PreconditionFailed.
         """
         check_alias(alias)
         shares = checked_weights(weights)
@@ -40,8 +40,8 @@ class FunctionChanges:
     def roll_back(
         self, tenant: str, name: str, alias: str = "latest", matches: Collection[int] | None = None
     ) -> FunctionRecord:
-        """Points an alias to what it pointed to before; returns the function's record. Raises NotFound,
-        PreconditionFailed, and Conflict when the alias remembers nothing earlier."""
+        """Points an alias to its previous target, and returns the function's record. Raises NotFound or
+        PreconditionFailed, or Conflict when the alias has no earlier target."""
 
         def back(record: FunctionRecord) -> FunctionRecord:
             current = record.aliases.get(alias)
@@ -61,9 +61,9 @@ class FunctionChanges:
         matches: Collection[int] | None = None,
         memory: Memory | None = None,
     ) -> FunctionRecord:
-        """Changes the policy's fields that `policy` states; returns the function's record. `memory`: what provisioned
-        copies must fit in. Raises InvalidRequest naming the field, NotFound, PreconditionFailed, and Conflict for what
-        does not fit."""
+        """Changes the fields stated in `policy`, and returns the function's record. `memory`: limits for the
+        provisioned copies. Raises InvalidRequest (which names the field), NotFound or PreconditionFailed, or Conflict
+        when the copies do not fit."""
         parse_policy(policy, Policy(), within="")
 
         def apply(record: FunctionRecord) -> FunctionRecord:
@@ -84,9 +84,8 @@ class FunctionChanges:
         change: Callable[[FunctionRecord], FunctionRecord],
         memory: Memory | None = None,
     ) -> FunctionRecord:
-        """Applies `change` to the record of a function that exists; returns the record as it is then. Raises what
-        `change` and `update_function` raise, NotFound, and PreconditionFailed when its generation is not among
-        `matches`."""
+        """Applies `change` to the record of an existing function, and returns the changed record. Raises what `change`
+        and `update_function` raise. Raises NotFound, or PreconditionFailed when the generation is not in `matches`."""
 
         def apply(record: FunctionRecord | None) -> FunctionRecord:
             if record is None or record.deleted:
@@ -100,20 +99,20 @@ class FunctionChanges:
 
 
 def check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
-    """Raises InvalidRequest for an alias or a policy that a deploy can't be done with."""
+    """Raises InvalidRequest for an alias or a policy that is invalid for a deploy."""
     if alias is not None:
         check_alias(alias)
     parse_policy(policy or {}, Policy())
 
 
 def check_alias(alias: str) -> None:
-    """Raises InvalidRequest for a name that no alias may have."""
+    """Raises InvalidRequest for an invalid alias name."""
     if not is_alias(alias):
         raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
 
 
 def check_generation(record: FunctionRecord, matches: Collection[int] | None) -> None:
-    """Raises PreconditionFailed unless the record's generation is among `matches`."""
+    """Raises PreconditionFailed unless the record's generation is in `matches`, or that is None."""
     if matches is not None and record.generation not in matches:
         raise PreconditionFailed(
             f"function {record.name} has changed meanwhile: it is at generation {record.generation}"

@@ -1,4 +1,4 @@
-"""Records that the registry keeps of a function: function.json and the manifests of its versions."""
+"""Records of a function in the registry: function.json and the manifests of its versions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from adapters.warm_windows import MAX_COPIES, MAX_WINDOWS, CronProblem, WarmWind
 
 MAX_VERSIONS = 10_000
 MAX_ALIASES = 1000
-"""Function.json is read for each call that is not cached, so it may not grow without end."""
+"""Maximum number of aliases of a function. Every uncached call reads function.json, so its size must be bounded."""
 
 REMOVED_SECONDS = 48 * 3600.0
-"""Seconds for which a removal is remembered: longer than any call waits for a removed version."""
+"""Time for which a removed version is remembered, longer than any call waits for it."""
 
 MAX_TEMPLATE = 1 << 15
-"""Characters of a chat template; the longest of known models have half of it."""
+"""Maximum length of a chat template in characters, twice that of the longest known model's."""
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Values that a call of the function has when it does not state them itself. None: the service's default."""
+    """Default parameters for calls of the function. None: the service's default."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -41,99 +41,103 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     stop: Annotated[list[StopText], Meta(max_length=16)] | StopText | None = None
     ignore_eos: bool | None = None
     chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE)] | None = None
-    """Makes a text of `messages`, in Jinja, as tokenizer_config.json has it. None: the base model's."""
+    """Jinja chat template, as in tokenizer_config.json; None: the base model's."""
 
 
 class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Copies of the adapter that are kept on nodes, each on another node."""
+    """Numbers of copies of the adapter that are kept loaded, each on a different node."""
 
     device: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
     host: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
-    """Copies in host memory, on further nodes."""
+    """Number of copies in host memory, on additional nodes."""
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Rules by which a function is served: only what the gateway enforces, so nothing is accepted and then ignored."""
+    """Rules by which a function is served. It has only fields that the gateway enforces, so that no accepted field is
+    ignored."""
 
     timeout: Annotated[float, Meta(gt=0, le=3600)] | None = None
-    """Seconds that a call may take when it does not state less."""
+    """Maximum duration of a call in seconds, unless the call states less; None: the service's default."""
     defaults: Defaults = Defaults()
     max_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
-    """Generations of the function that run at once, by all gateway workers together; more are answered 429."""
+    """Maximum number of concurrent generations of the function over all gateway workers. Calls beyond it are answered
+    429."""
     reserved_concurrency: Annotated[int, Meta(ge=1, le=100_000)] | None = None
-    """Generations for which calls of the tenant's other functions leave room."""
+    """Number of concurrent generations for which calls of the tenant's other functions leave room."""
     provisioned: Provisioned | None = None
-    """Copies that stay on nodes while nobody calls."""
+    """Copies that stay loaded on nodes while no calls come."""
     idle_ttl: Annotated[float, Meta(gt=0, le=30 * 86400)] | None = None
-    """Seconds without a call after which the adapter leaves a node's device, and after as many more its host memory."""
+    """Seconds without a call after which the adapter is evicted from a node's device. After as many again it is evicted
+    from host memory."""
     warm: Annotated[list[WarmWindow], Meta(max_length=MAX_WINDOWS)] = []
-    """Times at which its adapter is wanted on nodes before calls come."""
+    """Windows of time in which the adapter is loaded on nodes before calls come."""
     prefetch: Literal["auto", "off"] | None = None
-    """`off`: no forecast of its calls brings its adapter to a node. What is provisioned, ordered or scheduled comes."""
+    """`off`: forecasts of calls do not load the adapter on nodes. Provisioned, scheduled and ordered loads still
+    happen."""
     slo_class: SloClass | None = None
-    """SLO class of its calls; None: the tenant's. A higher one than the tenant's counts as the tenant's."""
+    """SLO class of the function's calls; None: the tenant's. A class above the tenant's is lowered to the tenant's."""
     retries: Annotated[int, Meta(ge=0, le=10)] | None = None
-    """Further attempts of an asynchronous call."""
+    """Number of retries of an asynchronous call; None: the service's default."""
     max_age: Annotated[float, Meta(ge=1, le=7 * 86400)] | None = None
-    """Seconds from the acceptance of an asynchronous call, after which no attempt begins."""
+    """Seconds after the acceptance of an asynchronous call within which an attempt may start."""
     on_success: Destination | None = None
-    """Destination for asynchronous calls that state none themselves; so is `on_failure`."""
+    """Default destination for the results of asynchronous calls. `on_failure` is the one for failures."""
     on_failure: Destination | None = None
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element, by the dtypes that adapters may have."""
+"""Bytes per element of each dtype that adapters may have."""
 
 
 class VersionEntry(msgspec.Struct, frozen=True):
-    """A version as function.json lists it: what calls need, so that they read one object."""
+    """Entry of a version in function.json. It has all that calls need, so that they read only this one object."""
 
     version: int
     digest: str
     base: str
-    """Fingerprint of the base that it was deployed for."""
+    """Fingerprint of the base model that the version was deployed for."""
     ranks: tuple[int, ...]
     targets: tuple[str, ...]
     bytes: int
-    """Bytes of its tensors as served."""
+    """Size of the tensors as served, in bytes."""
     created: float
     itemsize: int = 0
-    """Bytes of an element, of those. 0: listed by an earlier release, until it is deployed again."""
+    """Bytes per element with which `bytes` was computed. 0: an earlier release deployed the version."""
 
 
 class FunctionRecord(msgspec.Struct, frozen=True):
-    """The content of function.json. A deleted function stays as a tombstone, so that its version numbers are never used
-    again."""
+    """Content of function.json. A deleted function remains as a tombstone, so that its version numbers are never
+    reused."""
 
     name: str
     created: float
     generation: int = 1
-    """Rises by one with each change of the record."""
+    """Number that rises by one with each change of the record."""
     next_version: int = 1
     deleted: bool = False
     removed: dict[str, float] = {}
-    """Versions that were taken off the list a short while ago, with the Unix time by the store's clock: calls of them
-    may still run, and read their artifacts."""
+    """Recently removed versions, with the Unix time of removal by the store's clock. Running calls may still read their
+    artifacts."""
     policy: Policy = Policy()
     versions: tuple[VersionEntry, ...] = ()
-    """Ascending by number."""
+    """Listed versions, ascending by number."""
     aliases: dict[str, Alias] = {}
 
     def numbers(self) -> frozenset[str]:
-        """Returns the numbers of the function's versions, as text: so aliases name them."""
+        """Returns the version numbers as text, the form in which aliases name them."""
         return frozenset(str(entry.version) for entry in self.versions)
 
 
 class BrokenFunction(msgspec.Struct, frozen=True):
-    """A function whose function.json can't be read, as a list has it."""
+    """Entry of a list for a function whose function.json can't be read."""
 
     name: str
     problem: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of versions/<n>.json: everything about one version, written once."""
+    """Content of versions/<n>.json: everything about one version, written once."""
 
     function: str
     version: int
@@ -141,9 +145,9 @@ class Manifest(msgspec.Struct, frozen=True):
     base: str
     base_id: str
     config_sha256: str
-    """Blob of adapter_config.json."""
+    """SHA-256 of adapter_config.json, which names its blob."""
     weights_sha256: str
-    """Blob of adapter_model.safetensors."""
+    """SHA-256 of adapter_model.safetensors, which names its blob."""
     dtype: str
     ranks: tuple[int, ...]
     targets: tuple[str, ...]
@@ -151,14 +155,14 @@ class Manifest(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     created: float
     source: str | None = None
-    """Origin of the files, if they did not come with the request."""
+    """Source address of the files, if they did not come with the request."""
 
 
 def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.") -> Policy:
-    """Returns `current` with the fields that `policy` states; null sets a field back to its default. Raises
-    InvalidRequest naming the field.
+    """Returns `current` with the fields of `policy` replaced. Null resets a field to its default. Raises
+    InvalidRequest, which names the field.
 
-    `within` is put before the field's name in errors: the path at which the caller stated it.
+    `within` is the path of the policy in the caller's input; it precedes the field's name in errors.
     """
     for field in policy:
         if field not in SUPPORTED_POLICY:
@@ -187,10 +191,9 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
 
 
 def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: float) -> FunctionRecord:
-    """Returns the record with `entry` listed and `alias` moved to it, one generation later.
+    """Returns the record with `entry` listed and `alias` pointing to it, one generation later.
 
-    Another alias than `latest` leaves `latest` where it is, unless the function has none yet.
-    Raises Conflict at MAX_VERSIONS or MAX_ALIASES.
+    `latest` moves too if the function has no `latest` yet. Raises Conflict at MAX_VERSIONS or MAX_ALIASES.
     """
     older = [each for each in record.versions if each.version != entry.version]
     if len(older) >= MAX_VERSIONS:
@@ -209,9 +212,9 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
 
 
 def with_alias(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> FunctionRecord:
-    """Returns the record with `alias` moved; the same object if it points there already.
+    """Returns the record with `alias` pointing to `weights`; the same object if it already does.
 
-    Raises NotFound for a version that the record does not list, Conflict at MAX_ALIASES.
+    Raises NotFound for a version that is not listed, and Conflict at MAX_ALIASES.
     """
     for version in weights:
         if version not in record.numbers():
@@ -221,8 +224,8 @@ def with_alias(record: FunctionRecord, alias: str, weights: dict[str, float], no
 
 
 def with_aliases(record: FunctionRecord, changed: dict[str, Alias]) -> FunctionRecord:
-    """Returns the record with `changed` among its aliases, one generation later. Raises Conflict where that makes more
-    than MAX_ALIASES."""
+    """Returns the record with the aliases in `changed` added or replaced, one generation later. Raises Conflict above
+    MAX_ALIASES."""
     aliases = {**record.aliases, **changed}
     if len(aliases) > MAX_ALIASES:
         raise Conflict(f"function {record.name} has {MAX_ALIASES} aliases already")
@@ -230,8 +233,8 @@ def with_aliases(record: FunctionRecord, changed: dict[str, Alias]) -> FunctionR
 
 
 def without_version(record: FunctionRecord, version: int, now: float) -> FunctionRecord:
-    """Returns the record without that version, one generation later. Raises NotFound, Conflict while an alias names the
-    version."""
+    """Returns the record without that version, one generation later. Raises NotFound, or Conflict while an alias names
+    the version."""
     if str(version) not in record.numbers():
         raise NotFound(f"function {record.name} has no version {version}")
     naming = sorted(name for name, alias in record.aliases.items() if str(version) in alias.weights)
@@ -244,7 +247,7 @@ def without_version(record: FunctionRecord, version: int, now: float) -> Functio
 
 
 def tombstoned(record: FunctionRecord, now: float) -> FunctionRecord:
-    """Returns the tombstone of the record: what stays of a deleted function."""
+    """Returns the tombstone of the record, which remains of a deleted function."""
     return FunctionRecord(
         name=record.name,
         created=record.created,
@@ -256,9 +259,8 @@ def tombstoned(record: FunctionRecord, now: float) -> FunctionRecord:
 
 
 def _removed(record: FunctionRecord, versions: Iterable[str], now: float) -> dict[str, float]:
-    """Returns the record's removals (version -> Unix time) with `versions` added at `now`. Removals that are
-    REMOVED_SECONDS old are left out, since no call can want those versions any more; at most the last MAX_VERSIONS are
-    kept."""
+    """Returns the record's removals (version -> Unix time), with `versions` added at `now`. Removals older than
+    REMOVED_SECONDS are dropped, since no call can need those versions. Only the last MAX_VERSIONS are kept."""
     recent = {version: when for version, when in record.removed.items() if now - when < REMOVED_SECONDS}
     return dict(list((recent | dict.fromkeys(versions, now)).items())[-MAX_VERSIONS:])
 

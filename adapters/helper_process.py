@@ -1,7 +1,7 @@
-"""A process of low priority and bounded memory that does what strangers' files ask for, one job after the other.
+"""Helper process with low priority and bounded memory that processes untrusted files, one job at a time.
 
-The gateway's half is HelperProcess; the other functions are the helper's own. Messages go over a socket, each behind
-its length.
+The gateway uses HelperProcess; the functions from `receive` on run in the helper. Messages are sent over a socket in
+both directions, each preceded by its length.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import msgspec
 T = TypeVar("T")
 NICENESS = 10
 MEMORY_BYTES = 512 << 20
-"""Beyond what the process has when it starts."""
+"""Maximum memory of the process in bytes, in addition to its memory at the start."""
 KEPT_BYTES = 128 << 20
-"""A process that holds more than this after its work is not kept."""
+"""Memory in bytes above which a process is replaced after its work."""
 LENGTH_BYTES = 4
-"""Size of the length that precedes each message."""
+"""Size in bytes of the length that precedes each message."""
 MAX_ANSWER_BYTES = 64 << 20
 GIVEN = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""Environment variables that a helper gets, in addition to Python's: no credentials of a store or of Redis."""
+"""Environment variables passed to a helper, in addition to Python's. They have no credentials of a store or of
+Redis."""
 END_SECONDS = 10.0
-"""Seconds that a process which has hung up may take to end."""
+"""Time that a process may take to exit after it closed its connection."""
 
 
 class HelperEnded(Exception):
-    """The helper process has ended in the middle of its work; `code` is its exit code, or minus the signal that ended
-    it."""
+    """The helper process ended during its work. `code` is its exit code, or minus the signal that ended it."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"a helper process ended with exit code {code}")
@@ -45,19 +45,20 @@ class HelperEnded(Exception):
 
 
 class HelperProcess:
-    """A process that runs a module of this project. It starts with the first job, and again after it has ended. Methods
-    block; one job at a time."""
+    """Helper process that runs a module of Garnish. It starts with the first job, and again after it has ended. Methods
+    block; only one job may run at a time."""
 
     def __init__(self, module: str, hello: Callable[[], object] | None = None) -> None:
-        """`module` is what the process runs; `hello` makes the first message to each process (None: there is none)."""
+        """Prepares a process that will run `module`. `hello` returns the first message to each process; None: there is
+        none."""
         self._module, self._hello = module, hello
         self.process: subprocess.Popen[bytes] | None = None
-        """The latest one; None before the first job."""
+        """Latest process; None before the first job."""
         self.connection: socket.socket | None = None
 
     def ask(self, job: object, seconds: float) -> bytes:
-        """Has the process do a job, and returns its answer. Raises TimeoutError after `seconds`, the start of the
-        process included, and HelperEnded; the next job finds a new process then."""
+        """Sends a job to the process, and returns its answer. Raises TimeoutError after `seconds`, including the start
+        of the process, or HelperEnded. The next job then starts a new process."""
         deadline = time.monotonic() + seconds
         try:
             connection = self._started(seconds)
@@ -74,20 +75,20 @@ class HelperProcess:
             raise
 
     def kill(self) -> None:
-        """Ends the process, and with it what it is doing. Safe in any thread."""
+        """Kills the process and its current job. Safe in any thread."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     def end(self) -> None:
-        """Ends the process and its connection; the next job finds a new process."""
+        """Kills the process and closes its connection. The next job starts a new process."""
         self.kill()
         if self.connection is not None:
             self.connection.close()
             self.connection = None
 
     def _exit_code(self) -> int:
-        """Returns the exit code of a process that has hung up, and ends it if it lives on."""
+        """Returns the exit code of a process that closed its connection; kills it if it does not exit."""
         assert self.process is not None
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -101,11 +102,11 @@ class HelperProcess:
         self.end()
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(  # our own interpreter and module; -P: never one of the working directory
+            self.process = subprocess.Popen(  # this interpreter; -P: no module from the working directory
                 [sys.executable, "-P", "-m", self._module],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                process_group=0,  # a Ctrl-C is for the gateway, whose end is this process's, too
+                process_group=0,  # Ctrl-C is only for the gateway, whose exit ends this process
                 env=_environment(),
             )
         self.connection = ours
@@ -123,8 +124,8 @@ def _environment() -> dict[str, str]:
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Returns the next `size` bytes of the connection; `deadline` is in monotonic seconds. Raises TimeoutError, and
-    EOFError when the other side has hung up."""
+    """Returns the next `size` bytes of the connection. `deadline` is in monotonic seconds; None: no deadline. Raises
+    TimeoutError, or EOFError when the peer has closed the connection."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
@@ -137,20 +138,21 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None = None
 
 
 def send(connection: socket.socket, message: object) -> None:
+    """Sends one message: its length, then its msgpack."""
     data = msgspec.msgpack.encode(message)
     connection.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
 
-# --- the helper's half
+# --- the helper's side
 
 
 def receive(connection: socket.socket) -> bytes:
-    """Returns the next message. Raises EOFError when the gateway has gone."""
+    """Returns the next message. Raises EOFError when the gateway has closed the connection."""
     return _exactly(connection, int.from_bytes(_exactly(connection, LENGTH_BYTES), "little"))
 
 
 def jobs(connection: socket.socket, kind: type[T]) -> Iterator[T]:
-    """Yields jobs until the gateway hangs up."""
+    """Yields jobs until the gateway closes the connection."""
     while True:
         try:
             data = receive(connection)
@@ -161,8 +163,8 @@ def jobs(connection: socket.socket, kind: type[T]) -> Iterator[T]:
 
 @contextmanager
 def limited(timer: int, seconds: float) -> Iterator[None]:
-    """Runs its block under a timer of the process: after `seconds` the timer's signal, which nobody handles, ends the
-    process. What was left of the timer before is set again afterwards."""
+    """Runs its block under a timer of the process. After `seconds` the timer's signal, which has no handler, kills the
+    process. The timer's earlier setting is restored afterwards."""
     before, _ = signal.setitimer(timer, seconds)
     try:
         yield
@@ -171,16 +173,17 @@ def limited(timer: int, seconds: float) -> Iterator[None]:
 
 
 def bound_memory() -> None:
+    """Limits this process's address space to its current size plus MEMORY_BYTES, and disables core dumps."""
     limit = _memory()[0] + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def holds_much() -> bool:
-    """Returns whether the process holds so much memory that a new one should take over."""
+    """Returns whether the process uses so much memory that a new one should replace it."""
     return _memory()[1] > KEPT_BYTES
 
 
 def _memory() -> list[int]:
-    """Returns the process's bytes of address space, and its bytes in memory, as a list of two."""
+    """Returns the process's address space and resident memory, both in bytes."""
     return [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:2]]

@@ -1,4 +1,5 @@
-"""Looks at adapters' configs and headers in one helper process of low priority, with limits; see inspector_process."""
+"""Inspection of adapters' configs and headers in one helper process with low priority and limits (see
+inspector_process)."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, field_problem
 from adapters.validate import Inspection
 
 WAIT_SECONDS = 60.0
-"""Longest wait for the adapters before."""
+"""Maximum time to wait for earlier adapters."""
 ANSWER_SECONDS = 60.0
-"""Longest wait for one answer, the start of the process included. The process's own limits are in processor time: this
-one ends the wait on a host that gives the process next to none."""
+"""Maximum time to wait for one answer, including the start of the process. The process's own limits are in CPU time.
+This limit ends the wait on a host that gives the process next to none."""
 
 
 class Inspector:
-    """Inspects adapters in a helper process, one at a time. The process starts with the first one, and again after it
-    was killed.
+    """Inspects adapters in a helper process, one at a time. The process starts with the first adapter, and restarts
+    after it was killed.
 
-    Methods block; they may be called from any thread.
+    Methods block, and may be called from any thread.
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -34,8 +35,8 @@ class Inspector:
         self.helper = HelperProcess("adapters.inspector_process", hello=lambda: base)
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:
-        """Returns what the config and the weights file's header state. Raises InvalidAdapter, also for what takes too
-        much memory or time; TooLarge; InspectionBusy."""
+        """Returns the inspection of a config and of the weights file's header. Raises InvalidAdapter (also for
+        excessive memory or time), TooLarge or InspectionBusy."""
         if not self._lock.acquire(timeout=WAIT_SECONDS):
             raise InspectionBusy(f"other adapters were looked at for {WAIT_SECONDS:g} s; try again later")
         try:
@@ -55,7 +56,7 @@ class Inspector:
                 return inspection
 
     def close(self) -> None:
-        """Ends the process, and with it the inspection under way."""
+        """Kills the process, and with it an inspection in progress."""
         self.helper.kill()
 
     def _ask(self, job: Job) -> Answer:
@@ -70,7 +71,7 @@ class Inspector:
 
 
 def _why(code: int) -> Exception:
-    """Returns the error for a process that has ended in the middle of its work with this exit code."""
+    """Returns the error for a process that ended during its work with this exit code."""
     if code == -signal.SIGVTALRM:
         problem = "its regular expressions take too long to match"
         return InvalidAdapter([field_problem("target_modules", problem, f"{MATCH_SECONDS:g} s")])

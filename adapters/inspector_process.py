@@ -1,7 +1,8 @@
-"""The process that looks at adapters' configs and headers for a gateway, started by adapters.inspector.
+"""The process that inspects adapters' configs and headers for a gateway, started by adapters.inspector.
 
-Both are written by strangers, and a few bytes of JSON or of a regular expression can take much memory and time: here
-they take those of a process of low priority, one adapter after the other, that is killed when it needs more.
+Both are untrusted, and a few bytes of JSON or of a regular expression can take much memory and time. Here they take
+those of a separate process with low priority. It handles one adapter at a time, and is killed when it exceeds its
+limits.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from adapters.peft_targets import Target, find_targets
 from adapters.validate import Inspection, inspect_files
 
 READ_SECONDS = 5.0
-"""Processor time for all but matching; honest files need some hundredths."""
+"""CPU time for reading and checking one adapter, without matching its patterns. Normal files need some hundredths of a
+second."""
 MATCH_SECONDS = 10.0
-"""Processor time for matching, far above what honest patterns need."""
+"""CPU time for matching one adapter's patterns, far more than normal patterns need."""
 
 
 class Job(msgspec.Struct, frozen=True):
+    """A job of the process: inspect one adapter."""
+
     config: bytes
     weights: str
     """Path of the weights file."""
@@ -37,17 +41,21 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The adapter was refused. `omitted` is the number of further problems that are not listed."""
+
     problems: list[Problem]
     omitted: int = 0
 
 
 class Oversized(msgspec.Struct, frozen=True, tag=True):
+    """A file is larger than `limit`, in bytes."""
+
     message: str
     limit: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The adapter could not be inspected because of our own fault."""
+    """The adapter could not be inspected because of an internal error."""
 
     trace: str
 
@@ -56,14 +64,16 @@ Outcome = Inspection | Refused | Oversized | Failed
 
 
 class Answer(msgspec.Struct, frozen=True):
+    """Answer of the process to one job."""
+
     outcome: Outcome
     last: bool
-    """The process holds so much memory that a new one should take over."""
+    """True: the process uses so much memory that a new one should replace it."""
 
 
 def outcome_of(job: Job, base: BaseModel) -> Outcome:
-    """Returns what `inspect_files` finds, or why it refuses. Ends the process when READ_SECONDS are over, by SIGPROF,
-    or, while it matches, the job's `match_seconds`, by SIGVTALRM."""
+    """Returns the result of `inspect_files`, or the reason for its refusal. A timer signal kills the process at a
+    limit: SIGPROF after READ_SECONDS, or SIGVTALRM after the job's `match_seconds` of matching."""
     try:
         with limited(signal.ITIMER_PROF, READ_SECONDS):
             return inspect_files(job.config, Path(job.weights), base, partial(_find, job.match_seconds))
@@ -80,7 +90,7 @@ def outcome_of(job: Job, base: BaseModel) -> Outcome:
 
 
 def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """Does what `find_targets` does, under a limit of processor time for it alone. Raises InvalidAdapter when matching
+    """Returns the result of `find_targets`, under a separate limit of CPU time. Raises InvalidAdapter when matching
     takes too much memory."""
     try:
         with limited(signal.ITIMER_PROF, 0.0), limited(signal.ITIMER_VIRTUAL, seconds):
@@ -92,7 +102,7 @@ def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[
 
 
 def main() -> None:
-    """Answers jobs until the gateway hangs up. Jobs come, and outcomes go, over the socket that is the standard
+    """Answers jobs until the gateway closes the connection. Jobs and outcomes are sent over the socket that is standard
     input."""
     os.nice(NICENESS)
     connection = socket.socket(fileno=0)

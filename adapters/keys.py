@@ -1,4 +1,4 @@
-"""The text of a key, and what is kept of it: a hash. A key is shown once, when it is made."""
+"""API keys: their text, which is shown only once, and the stored record, which has its hash."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ _NOBODY = hashlib.sha256(b"no such key").hexdigest()
 
 
 class KeyRecord(msgspec.Struct, frozen=True):
+    """Stored record of an API key. Times are Unix times; `revoked` None: the key is valid."""
+
     key_id: str
     sha256: str
-    """Hash of the whole key text; keys have 256 random bits, so a plain hash can't be searched."""
+    """SHA-256 (hex) of the complete key text. Keys have 256 random bits, so an unsalted hash is safe."""
     created: float
     revoked: float | None = None
     made_by: Literal["start", "operator"] | None = None
-    """A service that starts makes keys for itself, and takes keys that its operator has written into a file. None: an
-    administrator by the API."""
+    """Origin of the key. start: a starting service created it for itself. operator: a service read it from the
+    operator's file. None: an administrator created it through the API."""
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """The owner of a key: a tenant, or an administrator (`tenant` None). What `parse_key` returns is only claimed."""
+    """Owner of a key: a tenant, or an administrator (`tenant` None). A result of `parse_key` is only claimed, not
+    verified."""
 
     tenant: str | None
     key_id: str
 
 
 def new_key(tenant: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-    """Returns a fresh key of a tenant (None: an admin key) as (text to show once, record to keep)."""
+    """Returns a new key of a tenant (None: an admin key) as (text to show once, record to store)."""
     key_id = secrets.token_hex(6)
     prefix = "gak" if tenant is None else f"gsk_{tenant}"
     text = f"{prefix}_{key_id}_{secrets.token_hex(32)}"
@@ -47,7 +50,8 @@ def new_key(tenant: str | None, made_by: Literal["start"] | None = None) -> tupl
 
 
 def operator_key(text: str) -> tuple[Principal, KeyRecord]:
-    """Returns the owner of the operator's key and the record to keep. Raises InvalidRequest for what is no key."""
+    """Returns the owner of a key that the operator chose, and its record. Raises InvalidRequest when `text` does not
+    have the form of a key."""
     owner = parse_key(text)
     if owner is None:
         form = "gak_ID_SECRET for an admin, gsk_TENANT_ID_SECRET for a tenant; ID: 12, SECRET: 64 hexadecimal digits"
@@ -56,7 +60,8 @@ def operator_key(text: str) -> tuple[Principal, KeyRecord]:
 
 
 def parse_key(text: str) -> Principal | None:
-    """Returns the owner that the text claims to have, or None if it has not the form of a key. Nothing is verified."""
+    """Returns the owner that the key text claims, without verifying it. Returns None if the text does not have the form
+    of a key."""
     kind, _, rest = text.partition("_")
     parts = rest.rsplit("_", 2)
     if not _SECRET.fullmatch(parts[-1]) or len(parts) < 2 or not _KEY_ID.fullmatch(parts[-2]):
@@ -69,9 +74,9 @@ def parse_key(text: str) -> Principal | None:
 
 
 def opens(text: str, key_id: str, keys: Sequence[KeyRecord]) -> bool:
-    """Returns whether `text` is the unrevoked key of that id."""
+    """Returns whether `text` is the key with this id, and is not revoked."""
     record = next((key for key in keys if key.key_id == key_id and key.revoked is None), None)
-    # Unknown keys are compared too, so that the time taken does not tell which ids exist.
+    # Unknown keys are compared too, so that the time does not reveal which ids exist.
     same = hmac.compare_digest(_hash(text), record.sha256 if record else _NOBODY)
     return same and record is not None
 

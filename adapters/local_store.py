@@ -1,4 +1,4 @@
-"""An object store in a directory of one host: atomic by rename and link, durable by fsync, exclusive by file locks."""
+"""ObjectStore in a directory of one host: atomic by rename and link, durable by fsync, exclusive by file locks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavail
 from adapters.store import MAX_LIST, Arrived, Object, ObjectInfo, check_key
 
 LOCK_SECONDS = 10.0
-"""Longest wait for a lock; its holders only compare, rename and fsync."""
+"""Maximum time to wait for a lock; its holders only compare, rename and fsync."""
 SHARDS = 256
 STALE_SECONDS = 60.0
-"""Age from which a temporary file without a living writer is removed."""
+"""Minimum age of a temporary file without a living writer before it is removed."""
 PLACE_ATTEMPTS = 100
-"""Attempts to name a file in a folder that others remove again and again."""
+"""Maximum number of attempts to place a file in a folder that other processes keep removing."""
 CHUNK = 1 << 20
 
 
 class LocalStore:
-    """Objects are files under `root` (0700 and 0600); `.tmp` and `.locks` inside it are the store's own.
+    """ObjectStore whose objects are files under `root` (modes 0700 and 0600). The folders `.tmp` and `.locks` in it are
+    internal.
 
-    An etag is the SHA-256 of the content: no separate record can disagree with it, and only small records are ever read
-    whole. Large immutable objects are hashed once, while they are written.
+    An etag is the SHA-256 of the content, so no separate record can disagree with it. Only small records are ever read
+    completely. Large immutable objects are hashed once, while they are written.
     """
 
     readers = 1
@@ -51,7 +52,7 @@ class LocalStore:
         with _translated():
             fd = os.open(self._locks / "clock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.utime(fd)  # whoever keeps the files sets the time
+                os.utime(fd)  # the file system's host sets the time
                 return os.fstat(fd).st_mtime
             finally:
                 os.close(fd)
@@ -141,7 +142,7 @@ class LocalStore:
         return False
 
     def missing(self, keys: Sequence[str]) -> Sequence[str]:
-        return [key for key in keys if self.head(key) is None]  # looks and removals exclude each other by locks
+        return [key for key in keys if self.head(key) is None]  # `delete_older` checks and removes under the lock
 
     def _path(self, key: str) -> Path:
         check_key(key)
@@ -163,13 +164,13 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _written(self, data: bytes | Path) -> Iterator[tuple[Path, str]]:
-        """Provides a synced temporary file with the content, and its etag; removes the file afterwards if it is still
-        there."""
+        """Yields a synced temporary file with the content, and its etag. Removes the file afterwards if it still
+        exists."""
         path = self._tmp / f"{os.getpid()}-{threading.get_ident()}-{uuid.uuid4().hex}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(fd, "wb") as out:
-                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells `_sweep` that the writer lives
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)  # shows `_sweep` that the writer is alive
                 etag = _copy(data, out)
                 out.flush()
                 os.fsync(out.fileno())
@@ -179,8 +180,8 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Excludes other compare-and-write steps on this key, in this and in other processes. Raises StoreUnavailable
-        when the lock is not free within LOCK_SECONDS."""
+        """Holds the key's lock, which excludes other compare-and-write steps in this and other processes. Raises
+        StoreUnavailable when the lock is not free within LOCK_SECONDS."""
         shard = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % SHARDS
         deadline = time.monotonic() + LOCK_SECONDS
         fd = os.open(self._locks / f"{shard:02x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -200,28 +201,28 @@ class LocalStore:
             os.close(fd)
 
     def _place(self, path: Path, name_it: Callable[[], None]) -> None:
-        """Gives a new file its name by calling `name_it`, in folders that are made for it."""
+        """Places a new file at `path` by calling `name_it`, after creating missing folders."""
         for attempt in range(PLACE_ATTEMPTS):
             try:
                 _make_parents(path.parent, self.root)
                 name_it()
                 break
-            except FileNotFoundError:  # a folder became empty and was removed by someone else
+            except FileNotFoundError:  # another process removed a folder that had become empty
                 if attempt == PLACE_ATTEMPTS - 1 or not self._tmp.is_dir():
                     raise
-        with contextlib.suppress(FileNotFoundError):  # removed again, and its folder with it
+        with contextlib.suppress(FileNotFoundError):  # the file was removed again, together with its folder
             _sync_directory(path.parent)
 
     def _remove(self, path: Path) -> None:
-        """Removes the file and the folders that get empty by that, so that listings don't grow slower for ever."""
+        """Removes the file and the folders that become empty, so that listings do not get slower over time."""
         path.unlink()
         _sync_directory(path.parent)
-        with contextlib.suppress(OSError):  # it holds something, or someone else was faster
+        with contextlib.suppress(OSError):  # not empty, or another process removed it first
             for folder in path.relative_to(self.root).parents[:-1]:
                 (self.root / folder).rmdir()
 
     def _sweep(self) -> None:
-        """Removes temporary files whose writers died."""
+        """Removes temporary files whose writers have died."""
         for path in self._tmp.iterdir():
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 if time.time() - path.stat().st_mtime < STALE_SECONDS:
@@ -231,8 +232,8 @@ class LocalStore:
                     path.unlink()
 
     def _entries(self, folder: str) -> Sequence[str]:
-        """Returns the names in a folder (a key prefix that ends with "/"), folders marked by "/", in the order of their
-        keys."""
+        """Returns the names in a folder (a key prefix that ends with "/") in key order. Names of folders end with
+        "/"."""
         try:
             with os.scandir(self.root / folder) as entries:
                 names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries if entry.name[0] != "."]
@@ -243,13 +244,14 @@ class LocalStore:
         return sorted(names)
 
     def _check_root(self) -> None:
-        """Raises StoreUnavailable when the whole store is gone (unmounted, say): that is not "no such object"."""
+        """Raises StoreUnavailable when the root of the store is missing, for instance unmounted. It must not look like
+        a missing object."""
         if not self._tmp.is_dir():
             raise StoreUnavailable(f"the registry's directory is gone or is no registry: {self._tmp.name} is missing")
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
-        """Yields the keys in `folder` that start with `prefix` and follow `after`, without entering folders that hold
-        none."""
+        """Yields the keys in `folder` that start with `prefix` and are greater than `after`. Skips folders that can't
+        contain such keys."""
         for name in self._entries(folder):
             key = folder + name
             if not (key.startswith(prefix) or (name.endswith("/") and prefix.startswith(key))):
@@ -263,7 +265,7 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Turns failures of the file system into StoreUnavailable. Their text may hold paths: it stays in the cause."""
+    """Converts OSError to StoreUnavailable. The error's text may contain paths, so it stays in the cause."""
     try:
         yield
     except OSError as error:
@@ -271,7 +273,7 @@ def _translated() -> Iterator[None]:
 
 
 def _copy(data: bytes | Path, out: BinaryIO) -> str:
-    """Writes the content to `out`; returns its SHA-256."""
+    """Writes the content to `out`, and returns its SHA-256 (hex)."""
     sha256 = hashlib.sha256()
     with BytesIO(data) if isinstance(data, bytes) else data.open("rb") as source:
         while chunk := source.read(CHUNK):
@@ -281,7 +283,7 @@ def _copy(data: bytes | Path, out: BinaryIO) -> str:
 
 
 def _make_parents(directory: Path, root: Path) -> None:
-    """Creates missing folders below `root` and makes each durable in its parent."""
+    """Creates missing folders below `root`, and makes each durable in its parent folder."""
     for folder in (*reversed(directory.relative_to(root).parents[:-1]), directory.relative_to(root)):
         # Existing folders are synced too: whoever made one may have died before its own sync.
         with contextlib.suppress(FileExistsError):

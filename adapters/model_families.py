@@ -1,6 +1,7 @@
-"""Families of base models that are served. All that is known of a family is its record here.
+"""Families of base models that are served. Everything specific to a family is in its record here.
 
-Every family has decoder layers of q, k, v, o around attention and gate, up, down around a gated activation.
+All families have decoder layers with projections q, k, v, o around attention, and gate, up, down around a gated
+activation.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ import msgspec
 
 
 class ModelFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of one `model_type` of config.json. Paths are those of transformers' modules inside a decoder layer;
-    defaults are Llama's."""
+    """Properties of one `model_type` of config.json. Paths are of transformers' modules inside a decoder layer.
+    Defaults are those of Llama."""
 
     model_type: str
     projections: tuple[str, ...] = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
-    """Paths in the order of adapters.base_model.PROJECTIONS."""
+    """Paths of the projections, in the order of adapters.base_model.PROJECTIONS."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """RMS norms as wide as the hidden state."""
+    """Paths of the RMS norms over the hidden state."""
     head_norms: tuple[str, ...] = ()
-    """RMS norms over each head of q and of k, before they are rotated; empty: none."""
+    """Paths of the RMS norms over each head of q and k, before the rotary embedding; empty: none."""
     other_modules: tuple[str, ...] = ("self_attn", "mlp", "mlp.act_fn")
     activation_key: str = "hidden_act"
-    """The key of config.json that names the activation between gate and down."""
+    """Key of config.json that names the activation between gate and down."""
     window: Literal["none", "config", "layer"] = "none"
     """Source of the attention window: none, config.json for all layers, or each layer's attention module."""
     biased: tuple[str, ...] = ()
@@ -55,4 +56,4 @@ FAMILIES = {
         ),
     )
 }
-"""Maps each `model_type` to its family."""
+"""Families by `model_type`."""

@@ -1,4 +1,4 @@
-"""Names and identities that users type: functions, tenants, aliases, versions."""
+"""Rules for names that users type: functions, tenants and aliases; and for digests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def is_name(text: str) -> bool:
-    """Returns whether `text` may name a function, a tenant or (unless all digits) an alias."""
+    """Returns whether `text` is a valid name of a function, a tenant or (unless all digits) an alias."""
     return NAME.fullmatch(text) is not None
 
 
 def is_alias(text: str) -> bool:
-    """Returns whether `text` may name an alias: a name that can't be mistaken for a version number."""
+    """Returns whether `text` is a valid alias: a name that can't be mistaken for a version number."""
     return is_name(text) and not text.isdigit()

@@ -1,4 +1,4 @@
-"""The name that a mistyped one may have meant."""
+"""Suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 CLOSE = 0.7
-"""difflib's ratio from which a name counts as meant: one letter wrong in four at most, two in ten."""
+"""Minimum difflib ratio of a suggestion: at most one wrong letter in four, or two in ten."""
 MAX_CHARACTERS = 80
-"""Characters of the typed name that are compared; the rest is ignored."""
+"""Maximum number of characters of the typed name that are compared; the rest is ignored."""
 WINDOW = 48
-"""Names that are compared on each side of the typed one's place in the order."""
+"""Number of names considered on each side of the typed name's position in sorted order."""
 COMPARED = 8
-"""Candidates that difflib compares: it takes a tenth of a millisecond for two long names."""
+"""Number of candidates that difflib compares, at a tenth of a millisecond for two long names."""
 
 
 def nearest(typed: str, names: Iterable[str], count: int = 1) -> list[str]:
-    """Returns up to `count` of the known names that are close to the typed one, the closest first. Case does not
-    count."""
+    """Returns up to `count` of `names` that are similar to the typed one, most similar first. Case is ignored."""
     folded = {name.lower(): name for name in names if name != typed}
     return [folded[name] for name in difflib.get_close_matches(typed[:MAX_CHARACTERS].lower(), folded, count, CLOSE)]
 
 
 def did_you_mean(typed: str, names: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name, which asks whether another was meant; "" where no known name
-    is close."""
+    """Returns a suffix for a message about an unknown name, which suggests a similar name; "" if none is similar."""
     close = nearest(typed, names)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class NameIndex:
-    """Many names, of which only those that share a beginning or an end with the typed one are compared.
+    """Index of many names, which compares only those that share a beginning or an end with the typed one.
 
-    A single mistake leaves the parts before and after it in place, so the meant name mostly stands near the typed one
-    in the order of the names, or in that of the names read backwards. Among thousands that differ in one place only it
+    A single mistake leaves the parts before and after it unchanged. The intended name is thus mostly close to the typed
+    one in the sorted names, or in the sorted reversed names. Among thousands of names that differ in one place only, it
     may be missed.
     """
 
@@ -48,7 +46,8 @@ class NameIndex:
         return len(self._names)
 
     def nearest(self, typed: str, count: int = 1) -> list[str]:
-        """Does what the function `nearest` does with these names, at a cost that hardly rises with their number."""
+        """Returns up to `count` of the index's names that are similar to the typed one, most similar first. The time
+        hardly grows with the number of names."""
         folded = typed[:MAX_CHARACTERS].lower()
         backwards = _around(self._reversed, folded[::-1])
         candidates = {*_around(self._names, folded), *(name[::-1] for name in backwards)} - {typed}
@@ -56,13 +55,12 @@ class NameIndex:
 
 
 def _shared_ends(first: str, second: str) -> int:
-    """Returns how many characters two names share at their beginning and at their end, less the difference in
-    length."""
+    """Returns the number of characters that two names share at both ends, less the difference in length."""
     return _common(first, second) + _common(reversed(first), reversed(second)) - abs(len(first) - len(second))
 
 
 def _common(first: Iterable[str], second: Iterable[str]) -> int:
-    """Returns in how many characters both begin alike."""
+    """Returns the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

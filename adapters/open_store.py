@@ -1,5 +1,5 @@
-"""Opens the store that a registry's address names. A further kind of store is an ObjectStore in a separate module, and
-an entry in STORES."""
+"""Opening of the store at a registry's address. To add a kind of store, write an ObjectStore in a separate module and
+add an entry to STORES."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from adapters.store import ObjectStore
 
 
 class StoreKind(msgspec.Struct, frozen=True):
-    """Store that addresses of one scheme stand for."""
+    """Kind of store for addresses of one scheme."""
 
     form: str
-    """Form of an address, for error messages."""
+    """Form of such an address, for error messages."""
     check: Callable[[str], object]
-    """Raises InvalidRequest for an address that can't be; looks at nothing else."""
+    """Function that raises InvalidRequest for an invalid address. It checks only the text."""
     open: Callable[[str], ObjectStore]
     remote: bool = False
-    """Reads cross a network, and whether conditions are kept is another's doing."""
+    """True: the store is reached over a network, and whether it honours conditional writes depends on its server."""
 
 
 def _folder(url: str) -> Path:
@@ -38,7 +38,7 @@ def _folder(url: str) -> Path:
 
 def _open_s3(url: str) -> ObjectStore:
     place = parse_s3_url(url)
-    from adapters.s3_store import S3Store  # boto3 takes time and memory that a directory should not cost
+    from adapters.s3_store import S3Store  # imported late: boto3 takes time and memory that a directory does not need
 
     return S3Store(place)
 
@@ -49,11 +49,11 @@ STORES = {
     "file": DIRECTORY,
     "s3": StoreKind("s3://bucket/prefix", parse_s3_url, _open_s3, remote=True),
 }
-"""Maps schemes of addresses to kinds of stores; an address without a scheme is a path."""
+"""Kinds of stores by URL scheme; an address without a scheme is a path."""
 
 
 def store_kind(url: str) -> StoreKind:
-    """Returns what kind of store the address is of. Raises InvalidRequest for a scheme that is not served."""
+    """Returns the kind of store of the address. Raises InvalidRequest for an unknown scheme."""
     kind = STORES.get(url.partition("://")[0] if "://" in url else urlsplit(url).scheme)
     if kind is None:
         raise _unknown(url)
@@ -66,18 +66,18 @@ def _unknown(url: str) -> InvalidRequest:
 
 
 def open_store(url: str) -> ObjectStore:
-    """Returns the store at `url`, an address of one of STORES; a directory is made if it does not exist.
+    """Returns the store at `url`, an address of one of the STORES. A missing directory is created.
 
-    Nothing is sent over a network yet. Raises InvalidRequest for another address, StoreUnavailable when the store can't
-    be used.
+    Sends nothing over a network yet. Raises InvalidRequest for an invalid address, and StoreUnavailable when the store
+    can't be used.
     """
     return store_kind(url).open(url)
 
 
 def open_checked_store(url: str) -> ObjectStore:
-    """Does what `open_store` does, for those who write: a remote store is made to show that it keeps conditions.
+    """Returns the store at `url` like `open_store`, for writers: a remote store is first tested for conditional writes.
 
-    Raises InvalidRequest also for a store that does not, StoreUnavailable also when it does not answer.
+    Also raises InvalidRequest for a store that ignores conditions, and StoreUnavailable for one that does not answer.
     """
     store = open_store(url)
     if store_kind(url).remote:

@@ -1,5 +1,5 @@
-"""Checks the fields of adapter_config.json: some are served, some are harmless, and the others are refused with a
-reason."""
+"""Checks of adapter_config.json: some fields are supported, some are ignored as harmless, and all others are refused
+with a reason."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
 MAX_PATTERNS = 2048
-"""Entries in one rank or alpha pattern: more than seven projections of 256 layers can use."""
+"""Maximum number of entries in one rank or alpha pattern, more than seven projections of 256 layers can use."""
 
 SERVED = (
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "peft_type", "task_type", "bias", "init_lora_weights"),
     *("fan_in_fan_out", "base_model_name_or_path"),
 )
-"""Fields that are read: they change the result, or are checked by a rule of their own."""
+"""Fields that are read: they change the result, or have a separate check."""
 
 HARMLESS = (
     # about the file or the training run; inference with the saved tensors does not depend on them
@@ -31,7 +31,7 @@ HARMLESS = (
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
     "runtime_config",
 )
-"""Fields that may have any value."""
+"""Fields that are ignored, whatever their value."""
 
 REFUSED = {
     "use_dora": "DoRA is not served yet: it rescales the base weights by a magnitude vector",
@@ -49,9 +49,9 @@ REFUSED = {
     "monteclora_config": "MonteCLoRA is not served",
     "velora_config": "VeLoRA is not served",
 }
-"""Fields that must be absent or hold PEFT's default (None, False or empty), with the reason."""
+"""Fields that must be absent or have PEFT's default (None, False or empty), with the reason."""
 
-# Fields that PEFT does not read, and drops. A trainer's note about the run is as harmless to a result here as there; a
+# PEFT ignores the fields below. Those about the training run do not change a result, so they are ignored here too. A
 # field of another LoRA library may describe another computation, so it is refused.
 
 TRAINING = frozenset(
@@ -60,7 +60,7 @@ TRAINING = frozenset(
         *("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "loraplus_lr_ratio", "loraplus_lr_embedding"),
         # PEFT before 0.3: merges for inference, which changes no result
         "merge_weights",
-        # where it came from
+        # origin of the adapter
         *("_name_or_path", "_from_model_config", "model_name_or_path", "base_model_class", "parent_library"),
         *("library_name", "transformers_version", "torch_dtype", "dtype", "created_by", "trainer", "tags", "license"),
         *("quantization_config", "load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method"),
@@ -75,10 +75,10 @@ TRAINING = frozenset(
         *("beta", "loss_type", "output_dir", "run_name", "report_to", "logging_steps"),
     )
 )
-"""Names of what only concerned the training run."""
+"""Names of fields that concern only the training run."""
 
 TRAINERS = ("axolotl_", "llamafactory_", "llama_factory_", "swift_", "trl_", "unsloth_", "wandb_")
-"""Prefixes of names that trainers give to their own notes."""
+"""Prefixes of fields that trainers add for their own use."""
 
 OTHER_COMPUTATION = {
     "enable_lora": "LoRA on parts of a merged projection (PEFT before 0.3) is not served",
@@ -88,7 +88,7 @@ OTHER_COMPUTATION = {
     "additional_target": "whole modules trained beside the adapter are not served: they replace parts of the base",
     "lora_parameters": "an adapter of MLX, not of PEFT: its matrices are transposed and its scaling is another one",
 }
-"""Fields of other libraries that may change the result, with the reason."""
+"""Fields of other libraries that may change the result, with the reason for refusing them."""
 
 MAX_NAMED = 20
 
@@ -97,7 +97,7 @@ BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class LoraSettings(msgspec.Struct, frozen=True):
-    """The fields of adapter_config.json that decide which modules are adapted, and how."""
+    """Fields of adapter_config.json that decide which modules are adapted, and how."""
 
     rank: int
     alpha: float
@@ -105,14 +105,15 @@ class LoraSettings(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float]
     use_rslora: bool
     target_modules: tuple[str, ...] | str | None
-    """Names, a regular expression (or all-linear), or None for PEFT's default of the base's architecture."""
+    """Module names, a regular expression or `all-linear`; None: PEFT's default for the base's architecture."""
     exclude_modules: tuple[str, ...] | str | None
     layers_to_transform: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
 
 
 def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Problem], list[str]]:
-    """Returns (settings, problems, warnings); settings are None if a field that they need is unusable."""
+    """Returns (settings, problems, warnings) of the config. `settings` is None if a field needed for them is
+    unusable."""
     if (problem := _other_file(config)) is not None:
         return None, [problem], []
     refused, ignored = _check_others(config)
@@ -138,7 +139,7 @@ def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Prob
 
 
 def field_problem(field: str, problem: str, expected: str | None = None, actual: object = None) -> Problem:
-    """Returns a problem of a field of the config; `actual` is shortened."""
+    """Returns a Problem of a field of the config; `actual` is shortened."""
     shown = None if actual is None else repr(actual)[:200]
     return Problem(f"{CONFIG_FILE}#{field[:100]}", problem, expected, shown)
 
@@ -169,7 +170,7 @@ def _check_kind(config: dict[str, Any]) -> list[Problem]:
 
 
 def _other_file(config: dict[str, Any]) -> Problem | None:
-    """Returns the problem of a file that is evidently no adapter's config of PEFT's; None for others. It stands for the
+    """Returns the problem of a file that is clearly not a PEFT adapter's config; None for others. It replaces the
     problems of all its fields."""
     if "peft_type" in config:
         return None
@@ -181,7 +182,7 @@ def _other_file(config: dict[str, Any]) -> Problem | None:
 
 
 def _check_others(config: dict[str, Any]) -> tuple[list[Problem], list[str]]:
-    """Returns (problems, fields that are ignored) of the fields that are neither read nor known to be harmless."""
+    """Returns (problems, names of ignored fields) for the fields that are neither supported nor harmless."""
     problems: list[Problem] = []
     ignored: list[str] = []
     for field, value in config.items():
@@ -210,7 +211,7 @@ def _ignored_warning(fields: list[str]) -> str:
 
 
 class _Reader:
-    """Reads fields with their types and collects what is wrong."""
+    """Reader of typed fields, which collects the problems."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -273,7 +274,7 @@ class _Reader:
         return (value,) if isinstance(value, str) else value
 
     def check_combination(self, settings: LoraSettings) -> None:
-        """Records problems of combinations of fields that PEFT itself refuses to load."""
+        """Adds problems for combinations of fields that PEFT itself refuses to load."""
         if isinstance(settings.target_modules, str) and settings.layers_to_transform is not None:
             self.wrong(
                 "layers_to_transform",
@@ -286,5 +287,5 @@ class _Reader:
 
 
 def scale(alpha: float, rank: int, use_rslora: bool) -> float:
-    """Returns the factor by which (xA)B is multiplied: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    """Returns the LoRA scaling factor of (xA)B: alpha / r, or alpha / sqrt(r) for rsLoRA."""
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank

@@ -1,4 +1,4 @@
-"""The two files that PEFT saves, read without trusting them: adapter_config.json and adapter_model.safetensors."""
+"""Reading of the two untrusted files that PEFT saves: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.wrong_files import LFS_POINTER, PICKLE_PROBLEM, POINTER_PROBLEM
 
 MAX_HEADER_BYTES = 16 << 20
-"""Most of it would be metadata: the largest real adapters have some thousands of tensors."""
+"""Maximum size of the safetensors header in bytes. The largest real adapters have some thousands of tensors; a longer
+header would be mostly metadata."""
 MAX_TENSORS = 100_000
 
 ITEM_BITS = {
@@ -28,20 +29,20 @@ ITEM_BITS = {
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """Position of a tensor in the weights file."""
+    """Name, dtype, shape and position of a tensor in the weights file."""
 
     name: str
     dtype: str
-    """safetensors' name, such as F32, F16 or BF16."""
+    """Name of the dtype in safetensors, such as F32, F16 or BF16."""
     shape: tuple[int, ...]
     start: int
     """Absolute offset in the file, in bytes."""
     size: int
-    """Bytes."""
+    """Size of the tensor in bytes."""
 
 
 class PeftAdapter(msgspec.Struct, frozen=True):
-    """An adapter as its files state it; nothing of it has been checked against a base model."""
+    """An adapter as described by its files, not yet checked against a base model."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorRef]
@@ -49,10 +50,10 @@ class PeftAdapter(msgspec.Struct, frozen=True):
 
 
 def read_peft(config: bytes, weights: Path, max_tensors: int = MAX_TENSORS) -> PeftAdapter:
-    """Parses the config and the safetensors header; no tensor is read.
+    """Returns the parsed config and safetensors header. Reads no tensors.
 
-    Raises InvalidAdapter when either file is malformed or there are more than `max_tensors`, TooLarge when the config
-    exceeds MAX_CONFIG_BYTES.
+    Raises InvalidAdapter when either file is malformed or there are more than `max_tensors` tensors, and TooLarge when
+    the config exceeds MAX_CONFIG_BYTES.
     """
     problems: list[Problem] = []
     parsed: dict[str, Any] = {}
@@ -71,7 +72,8 @@ def read_peft(config: bytes, weights: Path, max_tensors: int = MAX_TENSORS) -> P
 
 
 def read_config(data: bytes) -> dict[str, Any]:
-    """Returns adapter_config.json as a dict. Raises InvalidAdapter, or TooLarge above MAX_CONFIG_BYTES."""
+    """Returns adapter_config.json as a dict. Raises InvalidAdapter when it is malformed, or TooLarge above
+    MAX_CONFIG_BYTES."""
     if len(data) > MAX_CONFIG_BYTES:
         raise TooLarge(f"{CONFIG_FILE} has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read", MAX_CONFIG_BYTES)
     if data.startswith(LFS_POINTER):
@@ -86,8 +88,8 @@ def read_config(data: bytes) -> dict[str, Any]:
 
 
 def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str, TensorRef]:
-    """Returns the tensors of a safetensors file by name. Raises InvalidAdapter with every fault of the table, or with
-    one when it has more than `max_tensors` entries."""
+    """Returns the tensors of a safetensors file by name. Raises InvalidAdapter with all problems of the table, or with
+    a single one when it has more than `max_tensors` entries."""
     with weights.open("rb") as stream:
         total = stream.seek(0, 2)
         stream.seek(0)
@@ -102,7 +104,7 @@ def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str
             )
         stream.seek(8)
         raw = stream.read(length)
-    _check_count(raw.count(b'"data_offsets"'), max_tensors)  # before the slow part
+    _check_count(raw.count(b'"data_offsets"'), max_tensors)  # before the slow parsing
     try:
         table = strict_json.loads(raw)
     except strict_json.InvalidJson as error:
@@ -115,10 +117,10 @@ def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str
 
 
 def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
-    """Returns the tensor's elements, flat: float32 for F32, float16 for F16, uint16 (raw bits) for BF16.
+    """Returns the tensor's elements as a flat array: float32 for F32, float16 for F16, uint16 (raw bits) for BF16.
 
-    The file is read, not mapped: a map would kill the process when someone truncates the file. Raises InvalidAdapter
-    when the file has become shorter since its header was read.
+    The file is read, not mapped: truncating a mapped file would kill the process. Raises InvalidAdapter when the file
+    has become shorter since its header was read.
     """
     kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[ref.dtype]
     with weights.open("rb") as stream:
@@ -130,7 +132,7 @@ def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
 
 
 def _refuse_other_formats(start: bytes) -> None:
-    """Raises InvalidAdapter for formats that people upload by mistake. Their first bytes alone decide."""
+    """Raises InvalidAdapter for formats that users upload by mistake, recognised by their first bytes."""
     if start.startswith(b"PK\x03\x04"):
         raise _file_problem(f"a zip archive, as torch.save writes it: {PICKLE_PROBLEM}")
     # A safetensors header of 640 + 256 n bytes starts like a pickle, but its ninth byte opens a JSON object.
@@ -194,8 +196,8 @@ def _naturals(value: Any) -> bool:
 
 
 def _check_cover(tensors: dict[str, TensorRef], data_start: int, total: int) -> list[Problem]:
-    """Returns a problem for each overlap or gap between the tensors of the data part, which they must tile: otherwise
-    some reader would see other values."""
+    """Returns a problem for each overlap or gap between the tensors' data. The tensors must cover the data part
+    exactly; otherwise another reader could see other values."""
     problems: list[Problem] = []
     end = data_start
     for ref in sorted(tensors.values(), key=lambda ref: (ref.start, ref.size)):

@@ -1,7 +1,7 @@
-"""Finds the modules of the base that a config adapts, by PEFT's own rules.
+"""Search for the base's modules that a config adapts, by PEFT's rules.
 
-Patterns in a config are regular expressions from strangers, and one of a few characters can keep Python's `re` busy for
-years. A service for strangers matches in a process with a limit (adapters.inspector_process).
+Patterns in a config are untrusted regular expressions, and a few characters can keep Python's `re` busy for years. A
+service for untrusted users therefore matches in a process with a time limit (adapters.inspector_process).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from adapters.model_families import FAMILIES
 from adapters.peft_config import LoraSettings, field_problem
 
 ALL_LINEAR = tuple({f".{path}" for family in FAMILIES.values() for path in family.projections})
-"""Endings of the modules' names that PEFT's `all-linear` means."""
+"""Suffixes of the names of modules that PEFT's `all-linear` selects."""
 OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Adapted module, with its rank and alpha."""
+    """An adapted module, with its rank and alpha."""
 
     module: str
     rank: int
@@ -29,7 +29,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def module_names(num_layers: int, model_type: str) -> list[str]:
-    """Returns the names of all modules of the base, as transformers names them: targets may match any of them."""
+    """Returns the names of all modules of the base in transformers; targets may match any of them."""
     family = FAMILIES[model_type]
     inner = (*family.projections, *family.layer_norms, *family.head_norms, *family.other_modules)
     names = list(OTHER_MODULES)
@@ -39,7 +39,8 @@ def module_names(num_layers: int, model_type: str) -> list[str]:
 
 
 def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """Returns the adapted modules among `names`. Raises InvalidAdapter when a pattern is not a regular expression."""
+    """Returns the adapted modules among `names`. Raises InvalidAdapter when a pattern is not a valid regular
+    expression."""
     ranks = [(_compile("rank_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.rank_pattern.items()]
     alphas = [(_compile("alpha_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.alpha_pattern.items()]
     targets = []
@@ -61,7 +62,7 @@ def _targeted(settings: LoraSettings, names: Sequence[str]) -> list[str]:
     else:
         chosen = [name for name in names if _names_it(modules, name)]
         if settings.layers_to_transform is not None:
-            # PEFT looks at the layer only of modules that a suffix names, not of those named in full.
+            # PEFT checks the layer only of modules named by a suffix, not of those named in full.
             inside = set(_in_layers(settings, chosen))
             chosen = [name for name in chosen if name in modules or name in inside]
     return _without_excluded(settings.exclude_modules, chosen)

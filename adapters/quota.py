@@ -1,9 +1,9 @@
-"""Limits on the number and bytes of a tenant's adapters, enforced by all gateways together.
+"""Limits on the number and size of a tenant's adapters, enforced by all gateways together.
 
-Only tenants with such a limit are counted. `Tenant.held` is an upper bound that every deploy raises by compare-and-swap
-before it writes anything. So racing deploys can't exceed the limit together, and no deploy reads all functions for it.
-A deploy that dies, or whose outcome is unknown, leaves the bound too high, never too low. The functions are counted
-again when the bound would refuse a deploy and may be wrong.
+Only tenants with such a limit are counted. `Tenant.held` is an upper bound, which every deploy raises by
+compare-and-swap before it writes anything. Racing deploys thus can't exceed the limit together, and a deploy need not
+read all functions. A deploy that dies, or whose outcome is unknown, leaves the bound too high, never too low. When the
+bound would refuse a deploy and may be too high, the functions are counted again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from adapters.store import MAX_LIST, ObjectStore
 from adapters.tenants import Hold, Limits, QuotaUsage, Tenant, tenant_key, unknown
 
 HOLD_SECONDS = 1800.0
-"""A deploy that has not ended by then is taken for dead by the next count."""
+"""Time after which a count ignores the hold of a deploy that has not ended: the deploy counts as dead."""
 RECOUNT_SECONDS = 3600.0
-"""A tenant at its limit is counted again this often though nothing is known to be wrong."""
+"""Interval after which a tenant at its limit is counted again, even if its bound may be right."""
 RECOUNTS = 10
 
 
 class Quota:
-    """Reserves and counts tenants' adapters against their limits. Methods block. `clock` is Unix time, the same for all
-    gateways: the store's."""
+    """Reserves and counts tenants' adapters against their limits. Methods block. `clock` returns Unix time by the
+    store's clock, the same for all gateways."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] | None = None) -> None:
         self._store = store
@@ -38,8 +38,8 @@ class Quota:
 
     @contextmanager
     def deploying(self, tenant: str) -> Iterator[QuotaReservation]:
-        """Yields the deploy's reservation: call `take` before anything is stored, `commit` once the version is listed.
-        Without that it is given back at the end."""
+        """Context of a deploy, which yields its reservation. Call `take` before anything is stored, and `commit` once
+        the version is listed. Without `commit` the reservation is released at the end."""
         room = QuotaReservation(self, tenant)
         try:
             yield room
@@ -53,7 +53,8 @@ class Quota:
 
     @contextmanager
     def removing(self, tenant: str) -> Iterator[Freed]:
-        """Gives back, at its end, the quota of what was removed meanwhile: the caller sets `Freed`."""
+        """Context of a removal: at its end, releases the quota of the removed versions, which the caller sets in
+        `Freed`."""
         record = self._read(tenant)
         before = record.held if record else None
         freed = Freed()
@@ -64,10 +65,10 @@ class Quota:
                 self._change(tenant, lambda current: _given_back(current, freed, before=before))
 
     def take(self, tenant: str, size: int) -> str | None:
-        """Reserves room for one version of `size` bytes. Returns an id to settle, or None for a tenant without such a
+        """Reserves quota for one version of `size` bytes. Returns the id of the hold; None for a tenant without such a
         limit.
 
-        Raises Conflict at the limit, NotFound for a deleted tenant, StoreUnavailable.
+        Raises Conflict at the limit, NotFound for a deleted tenant, or StoreUnavailable.
         """
         record = self.check(tenant)
         if record is None or record.held is None:
@@ -84,14 +85,14 @@ class Quota:
             return self._reserve(tenant, size)
 
     def check(self, tenant: str) -> Tenant | None:
-        """Returns the tenant's record; None without one. Raises NotFound for a deleted tenant."""
+        """Returns the tenant's record; None if it has none. Raises NotFound for a deleted tenant."""
         record = self._read(tenant)
         if record is not None and record.deleted:
             raise unknown(tenant)
         return record
 
     def settle(self, tenant: str, hold: str, stored_bytes: int | None) -> None:
-        """Ends a hold: `stored_bytes` are listed now, or (None) nothing is."""
+        """Ends a hold. `stored_bytes` is the size of the version that is now listed; None: no version."""
         self._change(tenant, lambda usage: _settled(usage, hold, stored_bytes))
 
     def _reserve(self, tenant: str, size: int) -> str:
@@ -119,14 +120,14 @@ class Quota:
             update_record(self._store, tenant_key(tenant), Tenant, apply)
 
     def _count(self, tenant: str) -> bool:
-        """Sets the sums to what the functions list. Returns False when others changed the record each time
-        meanwhile."""
+        """Recounts the tenant's listed versions, and stores the sums. Returns False when other writers changed the
+        record during every attempt."""
         epoch: int | None = None
         for _ in range(RECOUNTS):
             stored = read_record(self._store, tenant_key(tenant), Tenant)
             usage = stored[0].held if stored else None
             if stored is None or usage is None or (epoch is not None and usage.epoch > epoch):
-                return True  # nothing to count any more, or another has just counted
+                return True  # nothing left to count, or another process has just counted
             record, etag = stored
             epoch = usage.epoch
             counted = _recounted(usage, self._functions(tenant), self._clock())
@@ -146,13 +147,13 @@ class Quota:
             after = names[-1]
 
     def _read(self, tenant: str) -> Tenant | None:
-        if not is_name(tenant):  # nobody's
+        if not is_name(tenant):  # no tenant can have this name
             return None
         return find_record(self._store, tenant_key(tenant), Tenant)
 
 
 class QuotaReservation:
-    """Quota that one deploy has reserved."""
+    """Quota reserved by one deploy."""
 
     def __init__(self, quota: Quota, tenant: str) -> None:
         self._quota = quota
@@ -161,20 +162,20 @@ class QuotaReservation:
         self._size = 0
 
     def take(self, size: int) -> None:
-        """Reserves room for a version of `size` bytes, before it is stored; later tries of the same deploy keep what
-        the first one took.
+        """Reserves quota for a version of `size` bytes, before it is stored. Later attempts of the same deploy keep the
+        first reservation.
 
-        Raises as `Quota.take`.
+        Raises what `Quota.take` raises.
         """
         if self._hold is None:
             self._hold, self._size = self._quota.take(self._tenant, size), size
 
     def commit(self) -> None:
-        """Counts the room as taken: the version is listed."""
+        """Turns the reservation into used quota, since the version is listed."""
         self._settle(self._size)
 
     def drop(self) -> None:
-        """Gives the reservation back, as nothing was made. No effect after `commit`."""
+        """Releases the reservation, since no version was made. Has no effect after `commit`."""
         self._settle(None)
 
     def _settle(self, stored_bytes: int | None) -> None:
@@ -186,19 +187,20 @@ class QuotaReservation:
 
 
 class Freed:
-    """Count and bytes of what a removal has removed."""
+    """Number and bytes of the versions that a removal has removed."""
 
     def __init__(self) -> None:
         self.adapters = 0
         self.bytes = 0
 
     def set(self, adapters: int, size: int) -> None:
-        """Records what the last try removed, in place of earlier tries: one that lost a race removed nothing."""
+        """Records what the last attempt removed, replacing earlier attempts: an attempt that lost a race removed
+        nothing."""
         self.adapters, self.bytes = adapters, size
 
 
 class _NoChange(AdapterError):
-    """Raised inside an update of a record to end it without a write: there is nothing to count."""
+    """Raised inside an update of a record to end it without a write, since there is nothing to count."""
 
 
 def _check(limits: Limits, usage: QuotaUsage, size: int) -> None:
@@ -215,8 +217,8 @@ def _check(limits: Limits, usage: QuotaUsage, size: int) -> None:
 
 
 def _must_count(usage: QuotaUsage, now: float) -> bool:
-    """Returns whether the functions must be counted before a deploy: they never were, or not since the limit was known
-    to all deploys."""
+    """Returns whether the functions must be counted before a deploy. That is so if they were never counted, or not
+    since all running deploys have known the limit."""
     known_to_all = usage.since + HOLD_SECONDS
     return usage.counted is None or usage.counted < known_to_all < now
 
@@ -231,14 +233,14 @@ def _recounted(usage: QuotaUsage, functions: Iterator[FunctionRecord], now: floa
     for record in functions:
         adapters += len(record.versions)
         size += sum(entry.bytes for entry in record.versions)
-    # A version that is listed, but whose hold is not settled yet, is counted twice: too high, which is the safe side.
+    # A listed version whose hold is not settled yet counts twice. The bound is then too high, which is safe.
     holds = {key: hold for key, hold in usage.holds.items() if hold.when >= now - HOLD_SECONDS}
     return QuotaUsage(usage.since, adapters, size, holds, counted=now, epoch=usage.epoch + 1, exact=not holds)
 
 
 def _settled(usage: QuotaUsage, hold: str, stored_bytes: int | None) -> QuotaUsage:
-    """Returns the sums without the hold, and with its `stored_bytes` if any. A hold that is missing was taken for dead
-    by a count, which may have seen its version or not: the sums are not exact then."""
+    """Returns the usage without the hold, and with `stored_bytes` added, if any. A missing hold was dropped by a count,
+    which may or may not have seen its version: the sums are not exact then."""
     is_open = hold in usage.holds
     return msgspec.structs.replace(
         usage,
@@ -250,8 +252,8 @@ def _settled(usage: QuotaUsage, hold: str, stored_bytes: int | None) -> QuotaUsa
 
 
 def _given_back(usage: QuotaUsage, freed: Freed, before: QuotaUsage) -> QuotaUsage:
-    """Returns the sums without what was removed. After a count since `before` nobody knows whether it saw the removal:
-    then the sums stay as they are, too high."""
+    """Returns the usage without the removed versions. If there was a count since `before`, it is unknown whether it saw
+    the removal: the sums stay unchanged then, and may be too high."""
     if (usage.since, usage.epoch) != (before.since, before.epoch):
         return msgspec.structs.replace(usage, exact=False)
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """Small JSON records in the store, changed by compare-and-swap.
 
-During an upgrade, and after its rollback, gateways of two releases share a registry: what a newer one has stored is
-read without the fields that this one does not know. Requests and service files stay strict: there an unknown field is a
-mistake that the caller hears of.
+During an upgrade, and after a rollback, gateways of two releases share a registry. A record of a newer release is read
+without the fields that this release does not know. Requests and service files are read strictly: an unknown field there
+is a mistake, which is reported to the caller.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from adapters.errors import Conflict, CorruptRecord, NotFound, PreconditionFaile
 from adapters.store import Object, ObjectStore
 
 ATTEMPTS = 100
-"""Tries of one change; each round of a race has a winner, so this bounds how many writers may race."""
+"""Maximum number of attempts at one change. Each round of a race has one winner, so this bounds the number of racing
+writers."""
 
 SECTION_DEPTH = 2
-"""The record itself, and its sections."""
+"""Number of nesting levels whose unknown fields are kept: the record and its sections."""
 
 T = TypeVar("T")
 
@@ -32,19 +33,19 @@ log = logging.getLogger(__name__)
 
 
 def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | None:
-    """Returns the record and its etag, or None if there is none. Raises StoreUnavailable, CorruptRecord."""
+    """Returns the record and its etag; None if it does not exist. Raises StoreUnavailable or CorruptRecord."""
     stored = _find(store, key)
     return None if stored is None else (decoded(stored.data, key, kind), stored.etag)
 
 
 def find_record(store: ObjectStore, key: str, kind: type[T]) -> T | None:
-    """Returns the record without its etag, or None if there is none. Raises as `read_record`."""
+    """Returns the record without its etag; None if it does not exist. Raises what `read_record` does."""
     stored = _find(store, key)
     return None if stored is None else decoded(stored.data, key, kind)
 
 
 def _find(store: ObjectStore, key: str) -> Object | None:
-    """Returns the object under `key`, or None if there is none."""
+    """Returns the object under `key`; None if it does not exist."""
     try:
         return store.get(key)
     except NotFound:
@@ -52,7 +53,8 @@ def _find(store: ObjectStore, key: str) -> Object | None:
 
 
 def decoded(data: bytes, key: str, kind: type[T]) -> T:
-    """Returns the record that `data` holds; `key` is for the message. Raises CorruptRecord when it can't be read."""
+    """Returns the record decoded from `data`. `key` appears in the error message. Raises CorruptRecord when it can't be
+    decoded."""
     try:
         return decode_record(data, kind)
     except msgspec.DecodeError as error:
@@ -60,7 +62,7 @@ def decoded(data: bytes, key: str, kind: type[T]) -> T:
 
 
 def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
-    """Returns the records, in the order of `keys`; None where there is none. Raises as `read_record`."""
+    """Returns the records in the order of `keys`; None for those that do not exist. Raises what `read_record` does."""
     records: list[T | None] = []
     for record in read_each(store, keys, kind):
         if isinstance(record, CorruptRecord):
@@ -70,8 +72,8 @@ def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list
 
 
 def read_each(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | CorruptRecord | None]:
-    """Returns what `read_records` does, with the error in the place of each record that can't be read. Raises
-    StoreUnavailable."""
+    """Returns the records in the order of `keys`, like `read_records`, with a CorruptRecord in place of each unreadable
+    one. Raises StoreUnavailable."""
 
     def read(key: str) -> T | CorruptRecord | None:
         try:
@@ -94,12 +96,11 @@ def update_record(
     *,
     keeps_unknown: bool = False,
 ) -> T:
-    """Applies `change` to the record (None: there is none yet) until no other writer came between; returns the outcome.
+    """Applies `change` to the record by compare-and-swap, and returns the changed record.
 
-    `change` may be called several times; when it returns the very object that it was given, nothing is written.
-    `before_commit` is called before each attempt to write. With `keeps_unknown`, fields that a newer release has stored
-    stay in it.
-    Raises what `change` raises, and StoreUnavailable after ATTEMPTS tries.
+    `change` gets the current record, or None if it does not exist. It may be called several times; if it returns the
+    same object, nothing is written. `before_commit` is called before each attempt to write. `keeps_unknown`: keep the
+    fields that a newer release has stored. Raises what `change` raises, and StoreUnavailable after ATTEMPTS attempts.
     """
     for attempt in range(ATTEMPTS):
         stored = _find(store, key)
@@ -125,7 +126,7 @@ def update_record(
 
 
 def decode_record(data: bytes, kind: type[T]) -> T:
-    """Returns a record without the fields that this release does not know. Raises msgspec.MsgspecError."""
+    """Returns the decoded record without the fields that this release does not know. Raises msgspec.MsgspecError."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError:
@@ -138,11 +139,11 @@ def decode_record(data: bytes, kind: type[T]) -> T:
 
 
 def encode_over(stored: bytes, before_change: T, changed: T) -> bytes:
-    """Returns `changed` as JSON, with the fields of `stored` that this release does not know: those of the record, and
-    of its sections, such as a function's policy. What is below a section is a value: it is written as it was stored if
-    it is the same, else as it is now. `before_change`: what `stored` was read as.
+    """Returns `changed` as JSON, with those fields of `stored` that this release does not know.
 
-    A record that is deleted, or was, keeps nothing: it begins from scratch.
+    Unknown fields are kept in the record and in its sections, such as a function's policy. Deeper values are written as
+    stored if they are unchanged, else as in `changed`. `before_change` is the record that was decoded from `stored`. A
+    record that is or was deleted keeps no unknown fields.
     """
     data = msgspec.json.encode(changed)
     if getattr(before_change, "deleted", False) or getattr(changed, "deleted", False):
@@ -152,8 +153,8 @@ def encode_over(stored: bytes, before_change: T, changed: T) -> bytes:
 
 
 def _carried(raw: Any, before: Any, after: Any, depth: int) -> Any:
-    """Returns `after` with what `raw` has and `before` has not; `depth`: levels of mappings in which fields may be
-    unknown."""
+    """Returns `after` with the unknown fields: those that `raw` has and `before` lacks. `depth` is the number of
+    nesting levels in which fields may be unknown."""
     if before == after:
         return raw
     if not depth or not all(isinstance(each, dict) for each in (raw, before, after)):
@@ -165,7 +166,7 @@ def _carried(raw: Any, before: Any, after: Any, depth: int) -> Any:
 
 
 def _without_unknown(value: Any, of: inspect.Type, at: str, unknown: list[str]) -> Any:
-    """Returns `value` without the fields that the type `of` does not have; adds their paths, which begin with `at`, to
+    """Returns `value` without the fields that type `of` lacks. Appends their paths, prefixed with `at`, to
     `unknown`."""
     if isinstance(of, inspect.UnionType):
         of = next((each for each in of.types if isinstance(each, inspect.StructType)), of)

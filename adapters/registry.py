@@ -1,6 +1,6 @@
-"""Functions, versions and aliases as objects in a store; any number of writers, one truth.
+"""Registry of functions, versions and aliases, as objects in a store that any number of writers share.
 
-A version exists only once function.json lists it, so whatever dies in between leaves nothing visible. Layout:
+A version exists only once function.json lists it, so a writer that dies before leaves nothing visible. Layout:
 
     blobs/sha256/<hex>                                    original files, immutable
     artifacts/v1/<base-fingerprint>/<digest>              serving artifacts, immutable
@@ -54,15 +54,15 @@ from adapters.validate import LoraLayout, check_values, inspect_files
 from adapters.version_files import Storing, VersionFiles, find_digest, manifest_key
 
 MAX_PASSED = 1000
-"""Deleted functions that one page of a list passes over, besides as many as it may have."""
+"""Maximum number of deleted functions that one page of a list skips, in addition to its page size."""
 
 
 class Registry:
-    """The functions of all tenants for one base model. Methods block; they may be called from any thread."""
+    """Registry of all tenants' functions for one base model. Methods block, and may be called from any thread."""
 
     def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect | None = None) -> None:
-        """`inspect`: what looks at adapters' configs and headers; by default the calling thread does it, without
-        limits: that is for files whose makers are trusted."""
+        """Creates a registry on `store`. `inspect` reads adapters' configs and headers. By default the calling thread
+        does it without limits, which is only for files from trusted sources."""
         self.store = store
         self.base = base
         self._inspect: Inspect = inspect or partial(inspect_files, base=base)
@@ -72,15 +72,15 @@ class Registry:
         self._versions = VersionFiles(store, base, self.contents)
 
     def check(self, upload: AdapterUpload, name: str = "") -> Deployment:
-        """Returns what a deploy would find in the files, and writes nothing. The store is not asked: raises what
-        `deploy` raises for its arguments and files."""
+        """Returns the result that a deploy of the files would have, without writing anything. Does not access the
+        store. Raises what `deploy` raises for its arguments and files."""
         if name:
             self._check_name(name)
         return deployment_of(name, None, self._layout(upload), created=False)
 
     def stage(self, tenant: str, name: str, upload: AdapterUpload) -> Staged:
-        """Stores what `deploy` of the same arguments stores, and lists nothing: no call can get the version yet. What
-        is not deployed afterwards is left to garbage collection. Raises what `deploy` does."""
+        """Stores the files of a deploy without listing the version, so that no call can use it yet. Garbage collection
+        removes them if they are not deployed afterwards. Raises what `deploy` does."""
         self._check_name(name)
         _check_tenant(tenant)
         layout = self._layout(upload)
@@ -98,13 +98,13 @@ class Registry:
         staged: Staged | None = None,
         memory: Memory | None = None,
     ) -> Deployment:
-        """Stores an adapter as a version of a function and points an alias (`latest`) to it.
+        """Stores an adapter as a version of a function, and points an alias (`latest` by default) to it.
 
-        The same adapter again makes no new version and only moves the alias. `staged`: what `stage` made of the same
-        arguments. `memory`: what provisioned copies that the policy asks for must fit in.
-        Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
-        Conflict when the function has too many versions or aliases, the tenant too many adapters, or its policy asks
-        for more than there is.
+        An adapter that the function has already makes no new version; only the alias moves. `staged`: result of `stage`
+        for the same arguments. `memory`: limits for the provisioned copies that the policy requests. Raises
+        InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy or StoreUnavailable. Raises
+        Conflict when the function has too many versions or aliases, the tenant has too many adapters, or the policy
+        requests more than is available.
         """
         self._check_name(name)
         _check_tenant(tenant)
@@ -128,10 +128,10 @@ class Registry:
         return deployment_of(name, entry.version if entry else None, layout, created=deploy.created)
 
     def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
-        """Returns the version that a call gets now; `point` in [0, 1) says on which side of a split alias it falls.
+        """Returns the version that a call gets now. `point` in [0, 1) selects a version of a split alias.
 
-        The version's artifact is made here if there is none. Raises NotFound, StoreUnavailable, CorruptArtifact, and
-        InvalidAdapter if the base was changed and this adapter does not fit.
+        Builds the version's artifact if there is none. Raises NotFound, StoreUnavailable or CorruptArtifact, or
+        InvalidAdapter if the base was changed and the adapter does not fit the new one.
         """
         try:
             return pick(self.choices(tenant, name, qualifier), point)
@@ -140,10 +140,10 @@ class Registry:
         return pick(self.choices(tenant, name, qualifier), point)
 
     def choices(self, tenant: str, name: str, qualifier: str | None = None) -> Sequence[Choice]:
-        """Returns the versions that `qualifier` (an alias, a version number, or None for `latest`) names now,
-        ascending.
+        """Returns the versions, with their shares of the calls, that `qualifier` refers to now, ascending. `qualifier`:
+        an alias, a version number, or None for `latest`.
 
-        Raises NotFound, StoreUnavailable.
+        Raises NotFound or StoreUnavailable.
         """
         record = self.function(tenant, name)
         name_or_number = "latest" if qualifier is None else qualifier
@@ -164,10 +164,10 @@ class Registry:
     def functions(
         self, tenant: str, after: str = "", limit: int = 100
     ) -> tuple[list[FunctionRecord | BrokenFunction], str | None]:
-        """Returns a page of the tenant's functions in a fixed order, and the `after` of the next page if there may be
-        one.
+        """Returns a page of the tenant's functions in a fixed order, and the `after` of the next page (None: there is
+        none).
 
-        What is left of deleted functions is passed over, MAX_PASSED at most: then a page ends early, or is empty.
+        Deleted functions are skipped, MAX_PASSED at most; beyond that a page ends early, or is empty.
         """
         _check_tenant(tenant)
         limit, records = min(limit, MAX_LIST), list[FunctionRecord | BrokenFunction]()
@@ -190,13 +190,13 @@ class Registry:
         return records, after
 
     def names(self, tenant: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
-        """Returns a page of the tenant's names in a fixed order, deleted functions of which something is left
-        included."""
+        """Returns a page of the tenant's function names in a fixed order, including deleted functions whose objects
+        remain."""
         _check_tenant(tenant)
         return self.store.folders(f"tenants/{tenant}/functions/", after, limit)
 
     def manifest(self, tenant: str, name: str, version: int) -> Manifest:
-        """Returns one version's manifest. Raises NotFound unless the function lists that version."""
+        """Returns the manifest of one version. Raises NotFound unless the function lists that version."""
         if all(entry.version != version for entry in self.function(tenant, name).versions):
             raise NotFound(f"function {name} has no version {version}")
         return self._manifest(tenant, name, version)
@@ -208,8 +208,9 @@ class Registry:
         return [_present(name, version, manifest) for version, manifest in zip(listed, manifests, strict=True)]
 
     def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
-        """Makes a version that no alias names invisible at once; its objects are left to garbage collection, and its
-        number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
+        """Removes a version, which no alias may name, from the function's list. Its objects are left to garbage
+        collection, and its number is not reused. Raises NotFound, Conflict or PreconditionFailed (as in
+        FunctionChanges)."""
 
         def remove(record: FunctionRecord) -> FunctionRecord:
             changed = without_version(record, version, self.store.now())
@@ -220,9 +221,9 @@ class Registry:
             self.changes.change(tenant, name, matches, remove)
 
     def delete_function(self, tenant: str, name: str, matches: Collection[int] | None = None) -> None:
-        """Makes the function invisible at once; its objects are left to garbage collection.
+        """Deletes the function, which disappears at once. Its objects are left to garbage collection.
 
-        Raises NotFound, PreconditionFailed (as in FunctionChanges).
+        Raises NotFound or PreconditionFailed (as in FunctionChanges).
         """
 
         def bury(record: FunctionRecord) -> FunctionRecord:
@@ -233,21 +234,21 @@ class Registry:
             self.changes.change(tenant, name, matches, bury)
 
     def _end_if_deleted(self, tenant: str, name: str) -> None:
-        """Deletes what was just deployed if its tenant is deleted. A deletion of the tenant that began before the
-        deploy may have listed its functions already. What it missed would belong to the next tenant of this name.
-        Raises NotFound then."""
+        """Deletes the function just deployed if its tenant has been deleted. A deletion of the tenant that began before
+        the deploy may have missed the function, which would then belong to the next tenant of this name. Raises
+        NotFound in that case."""
         try:
             self.quota.check(tenant)
         except NotFound:
-            with suppress(NotFound):  # it was not missed
+            with suppress(NotFound):  # the tenant's deletion did not miss it
                 self.delete_function(tenant, name)
             raise
 
     def make_artifact(self, tenant: str, name: str, version: int) -> str:
-        """Makes a version's artifact for the present base from its files, unless there is one that is whole. Takes
-        long. Returns what was wrong with the one that was there; "" if nothing was.
+        """Builds a version's artifact for the current base from its files, unless an intact one exists. Slow. Returns
+        the problem of the existing artifact; "" if it was intact.
 
-        Raises InvalidAdapter, CorruptArtifact and StoreUnavailable.
+        Raises InvalidAdapter, CorruptArtifact or StoreUnavailable.
         """
         return self.contents.ensure_artifact(self._manifest(tenant, name, version))
 
@@ -277,7 +278,7 @@ class Registry:
             raise InvalidRequest("name", f"{name!r} is the base model's id")
 
     def _layout(self, upload: AdapterUpload) -> LoraLayout:
-        """Raises what `deploy` does for its arguments and files."""
+        """Returns the layout of the checked upload. Raises what `deploy` does for its arguments and files."""
         check_options(upload.alias, upload.policy)
         return check_values(self._inspect(upload.config, upload.weights), upload.weights)
 

@@ -1,7 +1,8 @@
-"""Calls to S3: a client with its own retries off, and our retries, bounded in number and in time.
+"""Calls to S3 with retries that are bounded in number and in time.
 
-botocore's retries are off for two reasons. They know no deadline, and they hide whether an earlier attempt may have
-taken effect, which decides what a refused condition means: a 412 after a lost reply can be our own success.
+botocore's own retries are off for two reasons. They have no deadline. They also hide whether an earlier attempt may
+have taken effect, which decides what a refused condition means: a 412 after a lost reply can be this process's own
+success.
 """
 
 from __future__ import annotations
@@ -28,72 +29,76 @@ from adapters.store import Arrived
 T = TypeVar("T")
 
 CONNECTIONS = 32
-"""Kept open at most: a gateway's reading threads (16), the transfers (8), and some to spare."""
+"""Maximum number of pooled connections: a gateway's reading threads (16), the transfers (8), and some to spare."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 READ_BYTES = 256 << 10
 ANSWERS = (404, 412, 416)
-"""Statuses that say something about the object, and are left to the caller."""
+"""HTTP statuses that are about the object, and are left to the caller."""
 CONFLICTS = ("ConditionalRequestConflict", "OperationAborted")
 NOT_DONE = ("SlowDown", "ServiceUnavailable", "RequestTimeout", *CONFLICTS)
-"""Codes by which S3 says that it did nothing and that the same request may work later."""
+"""Error codes of requests that S3 did not perform, and that may succeed later."""
 
 
 class S3Limits(msgspec.Struct, frozen=True):
-    """Limits of calls to S3, in seconds and bytes. A call ends within `call` + `connect` + `read` seconds, and one more
-    per `slowest` bytes.
+    """Limits of calls to S3, in seconds and bytes. A call ends within `call` + `connect` + `read` seconds, plus one
+    second per `slowest` bytes.
 
-    (Longer only if the host has several addresses, of which none answers, or a server sends its headers by the byte.)
+    It takes longer only if the host has several addresses and none answers, or if a server sends its headers byte by
+    byte.
     """
 
     connect: float = 3.0
     read: float = 10.0
-    """Longest silence inside one attempt."""
+    """Maximum time without received data inside one attempt."""
     call: float = 20.0
-    """No attempt begins later than this after the first one."""
+    """Time after the first attempt in which further attempts may start."""
     slowest: int = 1 << 20
-    """Bytes per second that a transfer must make; it gets so much more time."""
+    """Minimum rate of a transfer, in bytes per second; the deadline is extended accordingly."""
     attempts: int = 8
     part: int = 8 << 20
-    """A larger object is written in parts, a larger range read in pieces, of this size (S3: 5 MiB at least)."""
+    """Size of a part or piece in bytes (S3: at least 5 MiB). Larger objects are written in parts, and larger ranges
+    read in pieces."""
 
 
 class Refused(Exception):
-    """S3 answered with one of the statuses that the caller handles."""
+    """S3 answered with a status that the caller handles."""
 
     def __init__(self, status: int, code: str, *, doubt: bool) -> None:
         super().__init__(f"{status} {code}")
         self.status, self.code = status, code
         self.doubt = doubt
-        """An earlier attempt of the same call may have taken effect."""
+        """True: an earlier attempt of the same call may have taken effect."""
 
 
 class Interrupted(Exception):
-    """An answer that is not whole: shorter than announced, or not the range that was asked for."""
+    """An incomplete answer: shorter than announced, or of another range than requested."""
 
 
 MAY_PASS = (aws.HTTPClientError, aws.ConnectionError)
-"""Errors of botocore that may pass; the others (no credentials, say) are there to stay."""
+"""Errors of botocore that may be temporary; the others (for instance missing credentials) are permanent."""
 FAILURES = (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, Interrupted)
 
 
 class S3Calls:
-    """A bucket's client. Methods may be called from any thread."""
+    """Client of one bucket. Methods may be called from any thread."""
 
     def __init__(self, bucket: str, limits: S3Limits) -> None:
-        """Raises StoreUnavailable when boto3's configuration can't be used (an unknown profile, say)."""
+        """Creates a client. Raises StoreUnavailable when boto3's configuration is unusable (for instance an unknown
+        profile)."""
         self.bucket, self.limits = bucket, limits
         try:
             self.client = make_client(limits)
         except (BotoCoreError, ValueError) as error:
             raise StoreUnavailable(f"no S3 client can be made ({type(error).__name__}): {error}") from error
         self._server_clock: tuple[float, float] | None = None
-        """The server's clock, and `time.monotonic()` when the server reported it."""
+        """Last Unix time that the server reported, and `time.monotonic()` at that moment."""
         self.client.meta.events.register("after-call.s3", self._record_time)
 
     def server_time(self) -> float:
-        """Returns the Unix time by the server's clock, which stands in each answer; by this host's if it is in none."""
+        """Returns the Unix time by the server's clock, from the Date header of its answers. Without that header,
+        returns this host's time."""
         if self._server_clock is None:
-            # Not a HEAD: the answer to one has no room for a reason why not.
+            # Not a HEAD request: its answer has no body, and so no reason for a failure.
             self.run(lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1), self.deadline(), answers=())
         reported, since = self._server_clock or (time.time(), time.monotonic())
         return reported + time.monotonic() - since
@@ -104,14 +109,13 @@ class S3Calls:
             self._server_clock = (date, time.monotonic())
 
     def deadline(self, size: int = 0) -> float:
-        """Returns the deadline, by `time.monotonic()`, of a call that begins now and carries `size` bytes."""
+        """Returns the deadline (`time.monotonic()`) of a call that starts now and transfers `size` bytes."""
         return time.monotonic() + self.limits.call + size / self.limits.slowest
 
     def run(self, work: Callable[[Any], T], deadline: float, answers: Collection[int] = ANSWERS) -> T:
-        """Returns what `work(client)` returns; calls it again while it fails in ways that pass, and the deadline
-        allows.
+        """Returns the result of `work(client)`; retries while it fails temporarily and the deadline allows.
 
-        Raises Refused for the statuses in `answers`, StoreUnavailable for every other failure that lasts.
+        Raises Refused for a status in `answers`, and StoreUnavailable for every other permanent failure.
         """
         doubt = False
         for attempt in range(1, self.limits.attempts + 1):
@@ -129,7 +133,8 @@ class S3Calls:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _judge(self, error: Exception, answers: Collection[int], doubt: bool) -> bool:
-        """Returns whether an attempt of the call may have taken effect, if it may be tried again; raises if not."""
+        """Returns whether this or an earlier attempt of the call may have taken effect, when the call may be retried.
+        Raises Refused or StoreUnavailable when it may not."""
         if isinstance(error, ClientError):
             status, code = status_and_code(error)
             if status in answers and code != "NoSuchBucket":
@@ -148,7 +153,8 @@ class S3Calls:
 
 
 def make_client(limits: S3Limits) -> Any:
-    """Returns a client by boto3's own chain of credentials, profile, region and endpoint (AWS_ENDPOINT_URL_S3)."""
+    """Returns an S3 client, configured by boto3's chain of credentials, profile, region and endpoint
+    (AWS_ENDPOINT_URL_S3)."""
     settings = botocore.session.get_session()
     session = boto3.session.Session(botocore_session=settings)
     options: dict[str, Any] = {
@@ -157,7 +163,7 @@ def make_client(limits: S3Limits) -> Any:
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "max_pool_connections": CONNECTIONS,
         "tcp_keepalive": True,
-        # Bodies are taken as they arrive, and what matters in them has a SHA-256 of its own.
+        # Bodies are read as they arrive, and those that matter have a separate SHA-256.
         "response_checksum_validation": "when_required",
     }
     client = session.client("s3", config=Config(**options))
@@ -174,7 +180,7 @@ def _is_aws(endpoint: str) -> bool:
 
 
 def _unix_time(date: str) -> float | None:
-    """Returns the Unix time of a Date header; None when the text is no date."""
+    """Returns the Unix time of a Date header; None if it is not a date."""
     try:
         return parsedate_to_datetime(date).timestamp()
     except ValueError:
@@ -182,13 +188,14 @@ def _unix_time(date: str) -> float | None:
 
 
 def status_and_code(error: ClientError) -> tuple[int, str]:
+    """Returns the HTTP status and the S3 error code of a failed call; 0 and "" if it has none."""
     response = error.response
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))
 
 
 def describe(error: Exception) -> str:
-    """Returns a text that says what failed, without addresses and request data: those stay in the cause."""
+    """Returns a description of the failure without addresses and request data, which stay in the cause."""
     if isinstance(error, ClientError):
         status, code = status_and_code(error)
         return f"{error.operation_name} was answered {status} {code[:100]}"
@@ -196,13 +203,13 @@ def describe(error: Exception) -> str:
 
 
 def read_body(reply: Any, target: memoryview, deadline: float, arrived: Arrived | None = None) -> None:
-    """Fills `target` with the body, all of it. Raises Interrupted when the body has another length or is too slow.
+    """Fills `target` with the complete body. Raises Interrupted when the body has another length or is too slow.
 
-    Reads what one receive brings at a time: a body that drips can't pass the deadline by more than one silence.
-    `arrived` is called after each, with how many bytes of `target` are there.
+    Each read takes what one receive returns, so a slow body can exceed the deadline by at most one read timeout.
+    `arrived` is called after each read with the number of bytes in `target`.
     """
     filled = 0
-    with reply["Body"] as raw:  # a connection whose body was read to its end is in the pool already when this ends
+    with reply["Body"] as raw:  # a fully read body has already returned its connection to the pool
         if reply["ContentLength"] != len(target):
             raise Interrupted(f"{reply['ContentLength']} bytes came instead of {len(target)}")
         while filled < len(target):

@@ -1,5 +1,5 @@
-"""Checks that a store keeps conditions. Some servers that speak S3 ignore them, and every deploy would be a lost
-update."""
+"""Check that a store honours conditional writes. Some S3-compatible servers ignore the conditions, so that concurrent
+deploys would be lost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ NO_ETAG = "0" * 32
 
 
 def check_conditions(store: ObjectStore) -> None:
-    """Writes a few bytes under conditions, met and unmet; nothing is left of them.
+    """Tests writes whose conditions are met and not met, with a small object that is deleted afterwards.
 
-    Raises InvalidRequest when the store ignores one, StoreUnavailable when it does not answer or refuses access.
+    Raises InvalidRequest when the store ignores a condition, and StoreUnavailable when it does not answer or refuses
+    access.
     """
     key = f"{FOLDER}/{uuid.uuid4().hex}"
     try:

@@ -1,4 +1,4 @@
-"""Ranged reads from S3 into the caller's memory, large ones in pieces at once."""
+"""Ranged reads from S3 into the caller's memory; large ones in parallel pieces."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)", re.ASCII)
 
 
 class Piece(NamedTuple):
+    """Result of one ranged read."""
+
     length: int
-    """Bytes that were read."""
+    """Number of bytes read."""
     total: int
-    """Bytes of the whole object."""
+    """Size of the complete object in bytes."""
     etag: str
 
 
@@ -33,17 +35,17 @@ def read_range(
     buffer: memoryview,
     arrived: Arrived | None = None,
 ) -> int:
-    """Fills `buffer` (bytes) from byte `start`, as far as the object goes; returns how many bytes were read.
+    """Fills `buffer` from offset `start`, and returns the number of bytes read, fewer if the object ends before.
 
-    `arrived` is called as bytes of the first piece come, and when all pieces are there. Raises Refused (404) and
-    StoreUnavailable; nothing writes to `buffer` any more by then.
+    `arrived` is called as bytes of the first piece arrive, and once more when all pieces are complete. Raises Refused
+    (404) or StoreUnavailable; nothing writes to `buffer` any more by then.
     """
     size = calls.limits.part
     for _ in range(REREADS):
         try:
             first = read_piece(calls, target, start, buffer[:size], arrived=arrived)
         except Refused as refused:
-            if refused.status == 416:  # it ends before `start`
+            if refused.status == 416:  # the object ends before `start`
                 return 0
             raise
         needed = min(len(buffer), first.total - start)
@@ -54,7 +56,7 @@ def read_range(
         try:
             gather(pool, rest)
         except Refused:
-            continue  # written anew, or deleted, between the first piece and another one
+            continue  # rewritten or deleted between the first piece and another one
         if rest and arrived is not None:
             arrived(needed)
         return needed
@@ -70,8 +72,8 @@ def read_piece(
     answers: Collection[int] = ANSWERS,
     arrived: Arrived | None = None,
 ) -> Piece:
-    """Fills `buffer` by one ranged get from byte `start`, of the content that has this ETag if one is given. Returns
-    how much was read, and of what. Raises Refused for a status in `answers`."""
+    """Fills `buffer` by one ranged get from offset `start`. With `etag`, only content with that ETag is read. Returns
+    the number of bytes read, and size and ETag of the object. Raises Refused for a status in `answers`."""
     deadline = calls.deadline(len(buffer))
     condition = {"IfMatch": etag} if etag else {}
 
@@ -86,8 +88,8 @@ def read_piece(
 
 
 def _checked(reply: Any, start: int, length: int) -> Piece:
-    """Returns the piece that the reply's header names. Raises Interrupted when that is not the range that was asked
-    for."""
+    """Returns the piece described by the reply's Content-Range header. Raises Interrupted when that is not the
+    requested range."""
     match = _CONTENT_RANGE.fullmatch(reply.get("ContentRange", ""))
     if match is None:
         raise Interrupted("the answer to a ranged read says no range")

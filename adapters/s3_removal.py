@@ -1,12 +1,14 @@
-"""Removal of an old object from S3 while deploys may write it again.
+"""Removal of an old object from S3 while deploys may rewrite it.
 
-S3 has no condition on the time of a write, and content that is written again keeps its ETag. So a removal marks the
-object, checks it once more, removes it and takes the mark away. A writer waits until none of its objects is marked, and
-then checks that they are there. Either the write or the second check comes first: if it is the write, the object is
-seen to be young and stays. If it is the check, the mark was there before the write, so the writer meets it and waits,
-or it is gone again, and the removal is done: the writer sees what is left.
+S3 has no condition on the time of a write, and rewritten content keeps its ETag. A removal therefore writes a mark for
+the object, checks its age again, removes the object and deletes the mark. A writer waits until none of its objects is
+marked, and then checks that they exist.
 
-A mark whose removal may still take effect, because its answer was lost or its process died, stays until it expires.
+Either the write or the second age check comes first. If the write is first, the check finds the object young, and it
+stays. If the check is first, the mark existed before the write. The writer then either finds the mark and waits, or
+finds the removal finished and sees which objects are missing.
+
+A mark whose removal may still take effect, because its reply was lost or its process died, stays until it expires.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from adapters.store import ObjectStore, all_objects
 
 FOLDER = "removals/"
 BEGIN_SECONDS = 30.0
-"""Longest time from the mark to the removal; a removal that is later is given up."""
+"""Maximum time from the mark to the removal; a later removal is abandoned."""
 MARK_SECONDS = 120.0
-"""Seconds after its mark by which a removal has taken effect: a call ends within about half a minute (see S3Limits)."""
+"""Time after its mark by which a removal has taken effect: a call ends within about half a minute (see S3Limits)."""
 POLL_SECONDS = 0.2
 
 
 def remove_older(store: ObjectStore, key: str, before: float) -> bool:
-    """Does the work of `ObjectStore.delete_older` for S3; returns False, too, when the removal could not begin within
+    """Implements `ObjectStore.delete_older` for S3. Also returns False when the removal could not start within
     BEGIN_SECONDS."""
     if not _is_older(store, key, before):
         return False
@@ -43,8 +45,8 @@ def remove_older(store: ObjectStore, key: str, before: float) -> bool:
 
 
 def await_removals(store: ObjectStore, keys: Collection[str]) -> None:
-    """Blocks until no removal of any of these objects is under way (`remove_older`). Raises StoreUnavailable when some
-    still are after 2 * MARK_SECONDS."""
+    """Blocks until no `remove_older` of any of these objects is in progress. Raises StoreUnavailable if one still is
+    after 2 * MARK_SECONDS."""
     names, until = {_name(key) for key in keys}, time.monotonic() + 2 * MARK_SECONDS
     while True:
         live = False

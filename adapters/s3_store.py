@@ -1,7 +1,7 @@
-"""An object store in an S3 bucket: conditional writes, ranged reads, listings; by boto3, in the caller's thread.
+"""ObjectStore in an S3 bucket, with conditional writes, ranged reads and listings by boto3 in the caller's thread.
 
-Each conditional write carries a `write-id` as metadata. When S3 refuses the condition, the object is looked at: one
-with our id is an earlier attempt of this very write, whose reply was lost.
+Each write carries a `write-id` as metadata. When S3 refuses the condition of a write, the object is checked: if it has
+the same id, an earlier attempt of this write succeeded and its reply was lost.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from adapters.s3_url import S3Place
 from adapters.store import MAX_KEY, MAX_LIST, Arrived, Object, ObjectInfo, check_key, is_key
 
 TRANSFERS = 8
-"""Parts and pieces in flight at once, over all callers of a store. They take at most this many times `S3Limits.part` of
-memory."""
+"""Maximum number of parts and pieces in flight, over all callers of a store. Their memory is at most this number times
+`S3Limits.part`."""
 WRITE_ID = "write-id"
 _ETAG = re.compile(r"[!#-~]{1,200}", re.ASCII)
 _LAST = "~"
-"""Greater than every character of a key."""
+"""Character that sorts after every character of a key."""
 
 
 class S3Store:
-    """Objects are `prefix/key` in one bucket. An etag is S3's own, without its quotes.
+    """ObjectStore whose objects are `prefix/key` in one bucket. Etags are those of S3, without quotes.
 
-    For objects in one part that is the content's MD5, unless the bucket encrypts with KMS keys or the object has
-    parts: then writing the same content again may change the etag, and a racing put_if_match fails once for nothing.
+    The ETag of an object in one part is the content's MD5, unless the bucket encrypts with KMS keys. With KMS keys or
+    several parts, rewriting the same content may change the etag. A racing put_if_match then fails once without need.
     """
 
     readers = 16
 
     def __init__(self, place: S3Place, limits: S3Limits | None = None) -> None:
-        """Raises StoreUnavailable when boto3's configuration can't be used. Sends nothing to the bucket."""
+        """Creates a store without sending anything to the bucket. Raises StoreUnavailable when boto3's configuration is
+        unusable."""
         self.place = place
         self._limits = limits or S3Limits()
         self.calls = S3Calls(place.bucket, self._limits)
@@ -53,7 +54,7 @@ class S3Store:
         return self.place.prefix + "/" if self.place.prefix else ""
 
     def now(self) -> float:
-        """Returns the Unix time by S3's clock, to the second."""
+        """Returns the Unix time by S3's clock, with a resolution of one second."""
         return self.calls.server_time()
 
     def get(self, key: str) -> Object:
@@ -82,8 +83,8 @@ class S3Store:
         return bytes(memoryview(data)[:count])
 
     def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
-        """Fills `buffer` as `ObjectStore.get_range_into` says. Ranges over `S3Limits.part` are read in pieces at once;
-        all are of one and the same content."""
+        """Fills `buffer` like `ObjectStore.get_range_into`. Ranges larger than `S3Limits.part` are read in parallel
+        pieces, all of the same content."""
         target = self.target(key)
         if not buffer.nbytes:
             if self.head(key) is None:
@@ -115,7 +116,7 @@ class S3Store:
             ObjectInfo(key=key, size=entry["Size"], modified=entry["LastModified"].timestamp())
             for page in self._pages(prefix, after, limit)
             for entry in page.get("Contents", ())
-            # what others put into the bucket is not listed
+            # objects of other programs in the bucket are not listed
             if (key := entry["Key"].removeprefix(self._root)) > after and is_key(key)
         )
         return tuple(islice(infos, min(limit, MAX_LIST)))
@@ -146,14 +147,15 @@ class S3Store:
         return [key for key in keys if self.head(key) is None]
 
     def target(self, key: str) -> dict[str, str]:
+        """Returns the bucket and the full key of `key`, as arguments of boto3's calls. Raises InvalidRequest."""
         check_key(key)
         if len(self._root) + len(key) > MAX_KEY:
             raise InvalidRequest("key", f"object key {key[:200]!r} is too long below the prefix {self.place.prefix!r}")
         return {"Bucket": self.place.bucket, "Key": self._root + key}
 
     def _head(self, key: str) -> Any:
-        """Returns S3's reply, or None without such an object. A bucket that is gone is answered with the same 404, and
-        is no empty store: so the bucket is asked for, too."""
+        """Returns S3's reply; None if the object does not exist. Since a missing bucket gives the same 404, the bucket
+        is checked too; StoreUnavailable is raised if it is missing."""
         target = self.target(key)
         try:
             return self.calls.run(lambda client: client.head_object(**target), self.calls.deadline())
@@ -167,7 +169,8 @@ class S3Store:
         return None
 
     def _write(self, key: str, data: bytes | Path, condition: dict[str, str], lost: AdapterError) -> str:
-        """Writes the object under a condition; returns its etag. Raises `lost` if the condition is surely not met."""
+        """Writes the object under a condition, and returns its etag. Raises `lost` if the condition is certainly not
+        met."""
         target, size = self.target(key), size_of(data)
         write_id = uuid.uuid4().hex
         metadata = {WRITE_ID: write_id}
@@ -181,7 +184,7 @@ class S3Store:
                 return str(reply["ETag"]).strip('"')
             if refused.code == "NoSuchUpload":
                 raise StoreUnavailable(f"the upload of {key} was ended by someone else") from refused
-            if refused.doubt:  # ours may have been there, and been replaced by whoever read it
+            if refused.doubt:  # this write may have succeeded, and been replaced since
                 raise StoreUnavailable(f"whether {key} was written is not known: a reply of S3 was lost") from refused
             raise lost from None
 

@@ -1,4 +1,4 @@
-"""Objects written in parts: all or nothing, and no part is left behind by a write that fails."""
+"""Multipart uploads to S3: all or nothing, and a failed write leaves no parts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from adapters.s3_calls import ANSWERS, Refused, S3Calls
 
 RESTARTS = 3
 COMPLETE_BYTES = 64 << 20
-"""Bytes of a transfer that may take as long as putting the parts of an object together."""
+"""Size in bytes that sets the deadline for completing an upload, as if it were transferred."""
 
 log = logging.getLogger(__name__)
 
 
 def size_of(data: bytes | Path) -> int:
-    """Returns the size in bytes. Raises StoreUnavailable when the file can't be read."""
+    """Returns the size of `data` in bytes. Raises StoreUnavailable when the file can't be read."""
     if isinstance(data, bytes):
         return len(data)
     try:
@@ -32,7 +32,7 @@ def size_of(data: bytes | Path) -> int:
 
 
 def read_slice(data: bytes | Path, start: int, length: int) -> io.BytesIO:
-    """Returns `length` bytes of `data` from `start` as a body to send. It is a stream: it goes out in small blocks,
+    """Returns `length` bytes of `data` from `start` as a request body. It is a stream, so it is sent in small blocks,
     each with its own timeout. Raises StoreUnavailable when the file can't be read."""
     if isinstance(data, bytes):
         return io.BytesIO(data[start : start + length])
@@ -46,10 +46,10 @@ def read_slice(data: bytes | Path, start: int, length: int) -> io.BytesIO:
 def upload(
     calls: S3Calls, pool: Executor, name: str, data: bytes | Path, metadata: dict[str, str], condition: dict[str, str]
 ) -> str:
-    """Writes the object under its full name, in parts; returns the ETag as S3 gives it.
+    """Writes the object `name` (its full key) in parts, and returns its ETag as S3 writes it.
 
-    Raises Refused (412: the condition; 404: the upload is gone, because an earlier attempt ended it or someone aborted
-    it) and StoreUnavailable.
+    Raises Refused (412: the condition; 404: the upload is gone, because an earlier attempt completed it or another
+    client aborted it) or StoreUnavailable.
     """
     for _ in range(RESTARTS):
         created = calls.run(
@@ -62,7 +62,7 @@ def upload(
             return _complete(calls, target, parts, condition)
         except BaseException as error:
             _abort(calls, target)
-            # 409: another write of this key came between. S3 wants the upload begun anew, parts and all.
+            # 409: another write of this key came between. S3 requires a new upload with all parts.
             if not isinstance(error, Refused) or error.status != 409:
                 raise
     raise StoreUnavailable(f"other writes of the same object came between {RESTARTS} uploads")
@@ -98,19 +98,19 @@ def _complete(calls: S3Calls, target: dict[str, str], parts: list[dict[str, Any]
 
 
 def _abort(calls: S3Calls, target: dict[str, str]) -> None:
-    """Aborts the upload and so frees its parts. What failed before matters more to the caller than a failure here,
-    which is logged."""
+    """Aborts the upload, which frees its parts. A failure here is only logged, since the earlier failure matters more
+    to the caller."""
     try:
         calls.run(lambda client: client.abort_multipart_upload(**target), calls.deadline())
     except Refused:
-        pass  # it has ended already
+        pass  # the upload has already ended
     except StoreUnavailable as error:
         log.warning("parts of an upload may be left", extra={"object": target["Key"], "problem": str(error)})
 
 
 def gather(pool: Executor, works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Returns the results of `works` in order, run by `pool`. When one fails the rest is dropped, and none still runs
-    when the failure is raised."""
+    """Returns the results of `works` in order, run by `pool`. When one fails, the others are cancelled or awaited
+    before the failure is raised."""
     futures: list[Future[Any]] = []
     try:
         futures.extend(pool.submit(work) for work in works)

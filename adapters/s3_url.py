@@ -1,4 +1,4 @@
-"""The address of a registry on S3: `s3://bucket` or `s3://bucket/prefix`. Imports no boto3."""
+"""Address of a registry on S3: `s3://bucket` or `s3://bucket/prefix`. Does not import boto3."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ _URL = re.compile(r"s3://([^/?#]*)/?(.*)", re.DOTALL)
 
 
 class S3Place(msgspec.Struct, frozen=True):
+    """A bucket, or a prefix in it."""
+
     bucket: str
     prefix: str = ""
-    """Prefix without a slash at its ends; empty: the whole bucket."""
+    """Key prefix without leading or trailing slash; empty: the whole bucket."""
 
 
 def parse_s3_url(url: str) -> S3Place:
-    """Returns the bucket and the prefix of the address. Raises InvalidRequest, saying what is wrong with it."""
+    """Returns the bucket and the prefix of the address. Raises InvalidRequest, which says what is wrong with it."""
     match = _URL.fullmatch(url)
     if match is None:
         raise InvalidRequest("registry", f"{url[:200]!r} is not of the form s3://bucket/prefix")
     bucket, prefix = match[1], match[2].rstrip("/")
-    if "@" in bucket:  # not shown: it may be a secret
+    if "@" in bucket:  # not shown, since it may contain a secret
         raise InvalidRequest(
             "registry", "an s3:// address holds no credentials; they come from a profile or the environment"
         )

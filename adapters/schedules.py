@@ -1,7 +1,9 @@
-"""The functions whose policy has warm windows, in one object, so that the leader need not look at all.
+"""List of the functions whose policy has warm windows. It is one object, so that the leader need not read all
+functions.
 
-A policy's writer notes its function here before it commits. The leader takes a function out that turns out to have no
-windows, but only when no writer can be about to commit any more; by compare-and-swap, one that comes between wins.
+A writer of a policy records its function here before it commits. The leader removes a function that turns out to have
+no windows, but only when no writer can still be about to commit. If a writer comes in between, compare-and-swap lets it
+win.
 """
 
 from __future__ import annotations
@@ -16,20 +18,21 @@ from adapters.store import ObjectStore
 
 SCHEDULES_KEY = "schedules.json"
 SETTLED_SECONDS = 600.0
-"""Seconds after which a writer that has recorded a function has committed its policy, or never will."""
+"""Time after which a writer that recorded a function has committed its policy, or never will."""
 MAX_SCHEDULED = 5000
 MAX_TENANT_SCHEDULED = 500
 
 
 class Schedules(msgspec.Struct, frozen=True):
-    """The content of schedules.json."""
+    """Content of schedules.json."""
 
     functions: dict[str, float] = {}
-    """Maps `tenant/function` to the time at which it was recorded, by the store's clock."""
+    """Unix time (store's clock) at which each `tenant/function` was recorded."""
 
 
 def record_schedule(store: ObjectStore, tenant: str, function: str) -> None:
-    """Records that the function has warm windows. Raises Conflict when there are too many, StoreUnavailable."""
+    """Records that the function has warm windows. Raises StoreUnavailable, or Conflict when there are too many such
+    functions."""
     key = f"{tenant}/{function}"
 
     def noted(current: Schedules | None) -> Schedules:
@@ -45,12 +48,12 @@ def record_schedule(store: ObjectStore, tenant: str, function: str) -> None:
 
 
 def read_schedules(store: ObjectStore) -> Schedules:
-    """Returns the functions that have warm windows. Raises StoreUnavailable, CorruptRecord."""
+    """Returns the recorded functions, which may have warm windows. Raises StoreUnavailable or CorruptRecord."""
     return find_record(store, SCHEDULES_KEY, Schedules) or Schedules()
 
 
 def forget_schedules(store: ObjectStore, functions: Collection[str]) -> None:
-    """Takes out those of `functions` that were noted more than SETTLED_SECONDS ago. Raises StoreUnavailable,
+    """Removes those of `functions` that were recorded more than SETTLED_SECONDS ago. Raises StoreUnavailable or
     CorruptRecord."""
     before = store.now() - SETTLED_SECONDS
 

@@ -1,4 +1,5 @@
-"""Adapters that lie in S3 already: their two files are copied from below a prefix that the operator allowed."""
+"""Deploys of adapters that are already in S3: their two files are copied from below a prefix that the operator
+allows."""
 
 from __future__ import annotations
 
@@ -19,29 +20,31 @@ if TYPE_CHECKING:
 
 
 class Forbidden(InvalidRequest):
-    """A source that the operator did not allow, or that is no address of one."""
+    """The source is not allowed by the operator, or is not a valid address."""
 
 
 class SourceFiles(msgspec.Struct, frozen=True):
+    """Copied files of an adapter: the content of its config, and the path of its weights."""
+
     config: bytes
     weights: Path
 
 
 class Sources:
-    """Copies adapters' files from the places in S3 that the operator allows. Methods may be called from any thread.
-    Nothing is sent before the first `copy`."""
+    """Copies adapters' files from S3 prefixes that the operator allows. Methods may be called from any thread. Sends
+    nothing before the first `copy`."""
 
     def __init__(self, allowed: Sequence[str], limits: S3Limits | None = None) -> None:
-        """`allowed` are the prefixes to copy from, `s3://bucket` or `s3://bucket/prefix`. Raises InvalidRequest for
-        anything else."""
+        """Creates a copier for the prefixes `allowed`, each `s3://bucket` or `s3://bucket/prefix`. Raises
+        InvalidRequest for an invalid one."""
         self._allowed = [parse_s3_url(url) for url in allowed]
         self._limits = limits
         self._buckets: dict[str, S3Calls] = {}
         self._lock = Lock()
 
     def place(self, source: str) -> S3Place:
-        """Returns the place of `source` in S3. Raises Forbidden unless it is well-formed and lies in or below an
-        allowed prefix, counted in whole segments."""
+        """Returns the place of `source` in S3. Raises Forbidden unless it is well-formed and equal to or below an
+        allowed prefix, compared by whole segments."""
         try:
             place = parse_s3_url(source)
         except InvalidRequest:
@@ -53,10 +56,11 @@ class Sources:
         return place
 
     def copy(self, place: S3Place, folder: Path, *, limit: int, deadline: float, stop: Event) -> SourceFiles:
-        """Copies an adapter's two files into `folder`, at most `limit` bytes in all, until `deadline` (monotonic) or
-        `stop`.
+        """Copies an adapter's two files into `folder`, and returns them. `limit` is the maximum of their total size in
+        bytes.
 
-        Raises InvalidRequest (a file is not there, or may not be read), TooLarge, StoreUnavailable.
+        Stops with StoreUnavailable at `deadline` (monotonic seconds) or when `stop` is set. Raises InvalidRequest (a
+        file is missing or unreadable), TooLarge or StoreUnavailable.
         """
         copy = _Copy(self._calls(place.bucket), place, limit, deadline, stop)
         config, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
@@ -68,7 +72,7 @@ class Sources:
             raise StoreUnavailable(f"temporary files can't be used ({error.strerror or 'I/O error'})") from error
 
     def _calls(self, bucket: str) -> S3Calls:
-        from adapters.s3_calls import S3Calls, S3Limits  # boto3 takes time and memory that few gateways should spend
+        from adapters.s3_calls import S3Calls, S3Limits  # imported late: few gateways need boto3
 
         with self._lock:
             if bucket not in self._buckets:
@@ -77,7 +81,7 @@ class Sources:
 
 
 class _Copy:
-    """Source that is being copied; `remaining_bytes` may still come."""
+    """A source that is being copied. `remaining_bytes` is the number of bytes that may still be copied."""
 
     def __init__(self, calls: S3Calls, place: S3Place, limit: int, deadline: float, stop: Event) -> None:
         self._calls = calls
@@ -88,7 +92,7 @@ class _Copy:
         self.remaining_bytes = limit
 
     def file(self, target: Path, limit: int) -> None:
-        """Copies the source's file that has the name of `target` to it, whole and of one content."""
+        """Copies the source's file with the name of `target` to it, completely and from a single content."""
         from adapters.s3_calls import Refused
 
         name = target.name
@@ -125,7 +129,7 @@ class _Copy:
 
 
 READABLE = (403, 404, 412, 416)
-"""Statuses that say something about the file."""
+"""HTTP statuses that are about the file rather than the request."""
 
 
 def _within(place: S3Place, allowed: S3Place) -> bool:

@@ -1,9 +1,9 @@
-"""Parts of functions' policies that hold while no call runs: provisioned copies, idle limits, reserved concurrency,
-`prefetch`.
+"""Standing parts of functions' policies, which apply while no call runs: provisioned copies, idle limits, reserved
+concurrency and `prefetch`.
 
-Copies, idle limits and `prefetch` of all functions are in one object, so that the leader need not look at all records;
-places that are reserved are in the tenant's record, which every call reads. Both are claimed before a policy is
-committed, so that it is refused if the sum does not fit, and settled by the committed record afterwards.
+Copies, idle limits and `prefetch` of all functions are in one object, so that the leader need not read all records.
+Reserved places are in the tenant's record, which every call reads. Both are claimed before a policy is committed, so
+that it is refused if the sum does not fit. Afterwards both are updated from the committed record.
 """
 
 from __future__ import annotations
@@ -26,57 +26,58 @@ STANDING_KEY = "standing.json"
 MAX_STANDING = 5000
 MAX_TENANT_STANDING = 1000
 MAX_DIGESTS = 16
-"""Versions of one function, the newest that an alias names, for which an idle limit holds."""
+"""Maximum number of versions of one function, the newest that an alias names, to which an idle limit applies."""
 
 log = logging.getLogger("gateway")
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function of which something is wanted while nobody calls it."""
+    """Standing part of one function's policy."""
 
     since: float
     device: int = 0
     host: int = 0
-    """Copies."""
+    """Number of provisioned copies in host memory; `device` is the number on devices."""
     bytes: int = 0
-    """Bytes of one copy of all that `latest` stands for."""
+    """Bytes of one copy of all versions that `latest` names."""
     elements: int = 0
-    """Elements of that copy. 0: not known."""
+    """Number of elements of that copy; 0: unknown."""
     idle_ttl: float | None = None
     digests: tuple[str, ...] = ()
     reserved: int = 0
-    """Places."""
+    """Number of reserved places."""
     prefetch: bool = True
-    """Forecasts may bring its adapters to nodes."""
+    """True: forecasts may load the function's adapters on nodes."""
 
     def matches(self, policy: Policy) -> bool:
-        """Returns whether the entry has what the policy asks for."""
+        """Returns whether the entry matches the standing part of the policy."""
         return _entry_from_policy(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """The content of standing.json."""
+    """Content of standing.json."""
 
     functions: dict[str, Entry] = {}
-    """Maps `tenant/function` to its entry."""
+    """Entries by `tenant/function`."""
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Limits of provisioned copies, over all nodes that serve. None: not known, and not checked."""
+    """Limits of provisioned copies, over all nodes that serve the base. A limit that is None is unknown, and not
+    checked."""
 
     nodes: int | None = None
     device: float | None = None
-    """Bytes."""
+    """Device memory for provisioned copies, in bytes; `host` is the same for host memory."""
     host: float | None = None
     copies: int | None = None
-    """Copies of all functions, in either tier."""
+    """Maximum number of copies of all functions, over both tiers."""
     tenant_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of these bytes that one tenant may have."""
+    """Fraction of these bytes that one tenant may use."""
     itemsize: int = 0
-    """Bytes of an element there. 0: not known; then copies count as many bytes as they have in the registry."""
+    """Bytes per adapter element on the nodes. 0: unknown; copies then count with their size in the registry."""
 
     def taken_by(self, entry: Entry) -> int:
-        """Returns the bytes that one copy of a function takes."""
+        """Returns the size of one copy of the function on a node, in bytes."""
         return entry.elements * self.itemsize or entry.bytes
 
 
@@ -87,10 +88,11 @@ def update_function(
     change: Callable[[FunctionRecord | None], FunctionRecord],
     memory: Memory | None = None,
 ) -> FunctionRecord:
-    """Does what `update_marked` does for function.json. What stands of its policy is claimed first, and settled last.
+    """Changes function.json like `update_marked`. Claims the standing part of its policy first, and updates the claim
+    last.
 
-    Raises what `change` and `update_marked` do, and Conflict for a claim that does not fit next to the others; `memory`
-    is checked only where a policy asks for more copies than before.
+    Raises what `change` and `update_marked` raise, and Conflict when the claim does not fit next to the others.
+    `memory` is checked only when the policy requests more copies than before.
     """
     is_standing = False
 
@@ -112,13 +114,13 @@ def update_function(
 
 
 def settle(store: ObjectStore, tenant: str, name: str) -> None:
-    """Makes standing.json and the tenant's record say what the function's own record says now. What can't be written is
-    logged, and is settled with the function's next change, or by the leader."""
+    """Updates standing.json and the tenant's record from the function's record. A failed write is logged; the leader,
+    or the function's next change, repeats it."""
     key, owner = function_key(tenant, name), f"{tenant}/{name}"
 
     def standing(current: Standing | None) -> Standing:
         current = current or Standing()
-        # Read here: of two that settle at once, the later one sees more.
+        # Read inside the update: of two concurrent ones, the later sees the newer record.
         record = find_record(store, key, FunctionRecord)
         entry = None if record is None else _entry(record, current.functions.get(owner), store.now())
         if entry == current.functions.get(owner):
@@ -141,24 +143,24 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
 
 def read_standing(store: ObjectStore) -> Standing:
-    """Returns what stands of all functions' policies. Raises StoreUnavailable, CorruptRecord."""
+    """Returns the standing parts of all functions' policies. Raises StoreUnavailable or CorruptRecord."""
     return find_record(store, STANDING_KEY, Standing) or Standing()
 
 
 def function_key(tenant: str, name: str) -> str:
-    """Returns the key under which a FunctionRecord is kept."""
+    """Returns the object key of a function's FunctionRecord."""
     return f"tenants/{tenant}/functions/{name}/function.json"
 
 
 def live_versions(record: FunctionRecord) -> list[VersionEntry]:
-    """Returns the versions that `latest` stands for."""
+    """Returns the versions that `latest` names."""
     latest = record.aliases.get("latest")
     weights = {} if latest is None else latest.weights
     return [entry for entry in record.versions if str(entry.version) in weights]
 
 
 def stands_in(policy: Policy) -> bool:
-    """Returns whether anything of the policy holds while no call runs."""
+    """Returns whether the policy has a standing part."""
     standing = (policy.provisioned, policy.idle_ttl, policy.reserved_concurrency)
     return policy.prefetch == "off" or any(field is not None for field in standing)
 
@@ -167,8 +169,8 @@ def stands_in(policy: Policy) -> bool:
 
 
 def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRecord, memory: Memory) -> None:
-    """Records what the changed policy reserves and keeps standing, if there is room for it. Raises Conflict with the
-    sum that does not fit."""
+    """Claims the reserved places and the standing part of the changed policy, if there is room. Raises Conflict, which
+    states the sum that does not fit."""
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
     if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:
@@ -181,7 +183,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
     def standing(current: Standing | None) -> Standing:
         current = current or Standing()
         entry = _entry(changed, current.functions.get(owner), store.now())
-        assert entry is not None  # it stands
+        assert entry is not None  # the policy has a standing part
         claimed = Standing({**current.functions, owner: entry})
         of_tenant = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
         if len(claimed.functions) > MAX_STANDING or of_tenant > MAX_TENANT_STANDING:
@@ -195,13 +197,13 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
 
 
 def _rises(before: Policy, policy: Policy) -> bool:
-    """Returns whether more copies are asked for than before, in either tier."""
+    """Returns whether the policy requests more copies than before, in either tier."""
     old, new = before.provisioned or Provisioned(), policy.provisioned or Provisioned()
     return new.device > old.device or new.host > old.host
 
 
 def _entry(record: FunctionRecord, current: Entry | None, now: float) -> Entry | None:
-    """Returns what standing.json is to have of the function; None: nothing."""
+    """Returns the function's entry for standing.json; None: no entry."""
     policy = record.policy
     if record.deleted or not stands_in(policy):
         return None
@@ -219,7 +221,7 @@ def _entry(record: FunctionRecord, current: Entry | None, now: float) -> Entry |
 
 
 def _entry_from_policy(policy: Policy) -> Entry:
-    """Returns the fields of an entry that the policy alone decides."""
+    """Returns an entry with the fields that depend only on the policy."""
     copies = policy.provisioned or Provisioned()
     return Entry(
         since=0.0,
@@ -232,7 +234,7 @@ def _entry_from_policy(policy: Policy) -> Entry:
 
 
 def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
-    """Raises Conflict where the provisioned copies of `owner` and the others do not fit in `memory`."""
+    """Raises Conflict if the provisioned copies of `owner` and of the other functions do not fit in `memory`."""
     entry, tenant = standing.functions[owner], owner.partition("/")[0]
     copies = entry.device + entry.host
     if memory.nodes is not None and copies > memory.nodes:
@@ -263,7 +265,7 @@ def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
 
 def _claimed(current: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
     """Returns the tenant's record with `places` reserved for the function. Raises Conflict when the tenant may not have
-    as many, or has too many functions with reserved places."""
+    that many, or too many of its functions have reserved places."""
     current = current or Tenant(tenant)
     changed = _with_reserved(current, name, places)
     limit, total = current.limits.concurrent, sum(changed.reserved.values())
@@ -275,8 +277,8 @@ def _claimed(current: Tenant | None, tenant: str, name: str, places: int) -> Ten
 
 
 def _with_reserved(record: Tenant, name: str, places: int) -> Tenant:
-    """Returns the tenant's record with `places` reserved for the function. Returns the same object if it has them
-    already, or is deleted."""
+    """Returns the tenant's record with `places` reserved for the function. Returns the same object if nothing changes,
+    or the tenant is deleted."""
     if record.deleted or record.reserved.get(name, 0) == places:
         return record
     rest = {function: count for function, count in record.reserved.items() if function != name}

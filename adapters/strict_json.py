@@ -1,4 +1,4 @@
-"""JSON from strangers: one meaning per text, or an error."""
+"""Strict parsing of untrusted JSON: each text has one meaning, or is an error."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 class InvalidJson(ValueError):
-    """The text is not JSON as RFC 8259 and its I-JSON profile have it, or goes beyond the limits of `loads`."""
+    """The text is not valid JSON by RFC 8259 and its I-JSON profile, or exceeds the limits of `loads`."""
 
 
 def loads(data: bytes) -> Any:
-    """Parses UTF-8 JSON. Raises InvalidJson where parsers disagree or values can't be kept.
+    """Returns the value of UTF-8 JSON. Raises InvalidJson where parsers disagree or a value can't be represented.
 
-    Refused, in addition to plain syntax errors: NaN and Infinity (also by overflow, as 1e999), duplicate keys, lone
-    surrogates, nesting deeper than the interpreter's stack, integers of more than 4,300 digits.
+    Apart from syntax errors, it refuses NaN and Infinity (also by overflow, such as 1e999), duplicate keys and lone
+    surrogates. It also refuses nesting deeper than the interpreter's stack, and integers of more than 4,300 digits.
     """
     try:
         if data.startswith(codecs.BOM_UTF8):
             raise InvalidJson("it begins with a BOM, a byte order mark")
         value = _decode(data.decode("utf-8"))
-        # Python keeps escaped lone surrogates in strings, and no other writer could store them again.
+        # Python accepts escaped lone surrogates in strings, but they can't be encoded as UTF-8 again.
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -35,7 +35,7 @@ def loads(data: bytes) -> Any:
         raise
     except json.JSONDecodeError as error:
         raise InvalidJson(str(error)) from None
-    except ValueError:  # the interpreter's own words name its settings
+    except ValueError:  # the interpreter's message would mention its settings
         raise InvalidJson("a whole number has too many digits") from None
     return value
 

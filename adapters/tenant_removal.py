@@ -1,5 +1,5 @@
-"""The end of a tenant: its keys at once, then its functions, asynchronous calls, files and batches, which nobody can
-reach any more, one by one."""
+"""Deletion of a tenant: its keys at once, then its functions, asynchronous calls, files and batches one by one, which
+no caller can reach any more."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PAGE = 100
 
 
 def data_prefix(tenant: str) -> str:
-    """Returns what the keys of the tenant's files and batches begin with."""
+    """Returns the prefix of the object keys of the tenant's files and batches."""
     return f"data/{tenant}/"
 
 
 def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
-    """Deletes a tenant with all that it has; blocks for as long as there are functions, calls or files. A deletion that
-    dies half-way is completed by calling this again.
+    """Deletes a tenant with all its data. Blocks until all functions, calls and files are deleted. If it is
+    interrupted, calling it again completes the deletion.
 
-    Raises NotFound, Conflict (declared in serverless.yml), StoreUnavailable.
+    Raises NotFound, Conflict (declared in serverless.yml) or StoreUnavailable.
     """
     tenants.delete(tenant)
     after: str | None = ""
     while after is not None:
         records, after = registry.functions(tenant, after, PAGE)
         for record in records:
-            with suppress(NotFound):  # its owner was faster
+            with suppress(NotFound):  # its owner has already deleted it
                 registry.delete_function(tenant, record.name)
     _remove_events(tenants.store, tenant)
     remove_below(tenants.store, data_prefix(tenant))
@@ -37,12 +37,13 @@ def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
 
 
 def remove_below(store: ObjectStore, prefix: str) -> None:
+    """Deletes all objects whose keys start with `prefix`."""
     for info in all_objects(store, prefix):
         store.delete(info.key)
 
 
 def _remove_events(store: ObjectStore, tenant: str) -> None:
-    """Removes asynchronous calls and webhook secrets, so that a new tenant of this name begins with nothing. The calls'
-    markers are orphans then; the next reader of one removes it."""
+    """Removes the tenant's asynchronous calls and webhook secrets, so that a new tenant of this name starts with
+    nothing. The calls' markers become orphans, which the next reader removes."""
     store.delete(f"tenants/{tenant}/webhook_secrets.json")
     remove_below(store, f"tenants/{tenant}/invocations/")

@@ -1,4 +1,4 @@
-"""Tenants and their keys. The registry keeps only hashes of keys; a key is shown once, when it is made."""
+"""Tenants and their API keys. The registry stores only hashes of keys; a key is shown once, when it is created."""
 
 from __future__ import annotations
 
@@ -19,64 +19,66 @@ from adapters.store import ObjectStore
 
 ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
-"""Keys of one tenant that are kept, besides those that starts make; revoked ones as long as there is room."""
+"""Maximum number of stored keys of one tenant, not counting those that starting services created. Revoked keys are kept
+as long as there is room."""
 
 MAX_START_KEYS = 50
-"""Keys of starts that are kept, of one tenant and of administrators: as many gateways may have a state of their own."""
+"""Maximum number of stored keys created by starting services, for each tenant and for administrators. This many
+gateways may have separate local states."""
 
 MAX_RESERVED = 32
-"""Functions of one tenant with reserved concurrency: each call looks at the places of all of them."""
+"""Maximum number of functions of one tenant with reserved concurrency, since each call checks the places of all of
+them."""
 
 MAX_WEBHOOK_HOSTS = 100
 WebhookHost = Annotated[str, Meta(min_length=1, max_length=253)]
-"""A host, `*.domain`, address or network."""
+"""Host name, `*.domain`, IP address or network."""
 
 FileBytes = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
 FILE_BYTES = 10 << 30
-"""Bytes of a tenant's files, unless its record states another limit."""
+"""Default limit on the total size of a tenant's files, in bytes."""
 
 Positive = Annotated[float, Meta(gt=0)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of a tenant. None: not limited."""
+    """Limits of a tenant; None: not limited."""
 
     rps: Positive | None = None
     tokens_per_minute: Positive | None = None
     concurrent: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    """Choices being generated at once."""
+    """Maximum number of choices generated at once."""
     adapters: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
-    """Versions of functions."""
+    """Maximum number of versions, over all functions."""
     bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
-    """Bytes of their tensors, as served."""
+    """Maximum total size of the versions' tensors as served, in bytes."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Room for one version that a deploy under way will need."""
+    """Quota held for one version by a deploy in progress, since Unix time `when`."""
 
     bytes: int
     when: float
 
 
 class QuotaUsage(msgspec.Struct, frozen=True):
-    """Part of `limits.adapters` and `limits.bytes` that is taken: never less than what there is (see
-    adapters.quota)."""
+    """Used part of `limits.adapters` and `limits.bytes`, never less than the true value (see adapters.quota)."""
 
     since: float
-    """Time at which the limits were set."""
+    """Unix time (store's clock) at which the limits were set."""
     adapters: int = 0
     bytes: int = 0
     holds: dict[str, Hold] = {}
     counted: float | None = None
-    """Time of the last count of the functions; None: not counted yet."""
+    """Unix time (store's clock) of the last count of the functions; None: not counted yet."""
     epoch: int = 0
-    """Rises by one with each count."""
+    """Number that rises by one with each count."""
     exact: bool = False
-    """False: something may have left the sums too high since the count."""
+    """False: the sums may have become too high since the last count."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """The content of tenant.json: a tenant's keys and settings."""
+    """Content of tenant.json: a tenant's keys and settings."""
 
     id: str
     keys: tuple[KeyRecord, ...] = ()
@@ -84,29 +86,29 @@ class Tenant(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     weight: Weight = 1.0
     declared: bool = False
-    """True: serverless.yml declares it, and only its keys may be changed through the API."""
+    """True: serverless.yml declares the tenant, and the API may change only its keys."""
     webhook_hosts: Annotated[tuple[WebhookHost, ...], Meta(max_length=MAX_WEBHOOK_HOSTS)] = ()
-    """Hosts to which the tenant's webhooks may go, in addition to those of all tenants."""
+    """Hosts to which the tenant's webhooks may be sent, in addition to those allowed for all tenants."""
     file_bytes: FileBytes = FILE_BYTES
-    """Bytes of all its files (/v1/files) together."""
+    """Limit on the total size of the tenant's files (/v1/files), in bytes."""
     reserved: dict[str, int] = {}
-    """Maps functions to generations for which calls of the others leave room (adapters.standing)."""
+    """Number of concurrent generations reserved for each function (adapters.standing)."""
     held: QuotaUsage | None = None
-    """Quota in use; None without a limit that needs it."""
+    """Quota in use; None if no limit needs it."""
     deleted: bool = False
-    """A deleted tenant stays as a tombstone, so that a new tenant of this name begins with nothing."""
+    """True: a tombstone of a deleted tenant, so that a new tenant of this name starts with nothing."""
     removed: bool = False
-    """True: the functions of the deleted tenant are deleted, too."""
+    """True: all data of the deleted tenant is deleted too."""
 
 
 class Admin(msgspec.Struct, frozen=True):
-    """The content of admin.json: the keys of administrators."""
+    """Content of admin.json: the keys of administrators."""
 
     keys: tuple[KeyRecord, ...] = ()
 
 
 class Tenants:
-    """Tenant records and keys in the store. Methods block; they may be called from any thread."""
+    """Tenant records and keys in the store. Methods block, and may be called from any thread."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -119,12 +121,12 @@ class Tenants:
         return record
 
     def list(self, after: str = "", limit: int = 1000) -> Sequence[Tenant]:
-        """Returns a page of the tenants, in the order of the store's folders."""
+        """Returns a page of the tenants, ordered as in `ObjectStore.folders`."""
         records = (self._read(name) for name in self.names(after, limit))
         return tuple(tenant for tenant in records if tenant is not None and not tenant.deleted)
 
     def names(self, after: str = "", limit: int = 1000) -> Sequence[str]:
-        """Returns a page of the names of tenants in a fixed order, deleted ones of which something is left included."""
+        """Returns a page of tenant names in a fixed order, including deleted tenants whose objects remain."""
         return self.store.folders("tenants/", after, limit)
 
     def put(
@@ -138,10 +140,10 @@ class Tenants:
         file_bytes: int | None = None,
         declared: bool | None = None,
     ) -> Tenant:
-        """Makes the tenant, or changes what is given; its keys stay.
+        """Creates the tenant, or changes the settings that are not None; its keys stay. Returns the record.
 
-        Raises InvalidRequest for a malformed name and for values outside their ranges, Conflict while a deletion of
-        the tenant has not ended.
+        Raises InvalidRequest for a malformed name or values out of range, and Conflict while a deletion of the tenant
+        is unfinished.
         """
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
@@ -161,10 +163,10 @@ class Tenants:
         webhook_hosts: tuple[str, ...] = (),
         file_bytes: int = FILE_BYTES,
     ) -> tuple[Tenant, bool]:
-        """Makes the tenant, or gives it these settings and no others, as an administrator may.
+        """Creates the tenant, or replaces all its settings, as an administrator may.
 
-        Returns the tenant and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml
-        declares, and for a lower `concurrent` than its functions have reserved.
+        Returns the tenant and whether it is new. Raises what `put` raises. Also raises Conflict for a tenant that
+        serverless.yml declares, and for a lower `concurrent` than its functions have reserved.
         """
         created = False
 
@@ -183,9 +185,10 @@ class Tenants:
         return self._update(tenant, change), created
 
     def delete(self, tenant: str) -> None:
-        """Ends the tenant's keys, and hides the tenant; `removed` is to be called once its functions are deleted.
+        """Deletes the tenant's keys and hides the tenant. Call `removed` once its functions are deleted.
 
-        Raises NotFound, also for a tenant whose deletion has ended; Conflict for one that serverless.yml declares.
+        Raises NotFound, also for a tenant whose deletion is finished, and Conflict for one that serverless.yml
+        declares.
         """
 
         def bury(record: Tenant | None) -> Tenant:
@@ -197,7 +200,7 @@ class Tenants:
         self._update(tenant, bury)
 
     def removed(self, tenant: str) -> None:
-        """Records that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
+        """Records that a deleted tenant has no data left, so that its name is free. Raises NotFound."""
 
         def end(record: Tenant | None) -> Tenant:
             if record is None or not record.deleted:
@@ -207,29 +210,30 @@ class Tenants:
         self._update(tenant, end)
 
     def add_key(self, owner: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-        """Makes a key of an existing tenant, or of an administrator when `owner` is None. Returns its text, which is
-        not kept anywhere, and its record. Raises NotFound, or Conflict at MAX_KEYS."""
+        """Creates a key of an existing tenant, or an admin key when `owner` is None. Returns its text, which is not
+        stored, and its record. Raises NotFound, or Conflict at MAX_KEYS."""
         text, key = new_key(owner, made_by)
         self._change_keys(owner, lambda keys: _added(keys, key))
         return text, key
 
     def revoke_key(self, owner: str | None, key_id: str) -> None:
-        """Revokes a key of `owner`, as in `add_key`. Raises NotFound. Revoking twice is no error."""
+        """Revokes a key of `owner` (None: of the administrators). Revoking it twice is no error. Raises NotFound."""
         self._change_keys(owner, lambda keys: _revoked(keys, key_id))
 
     def adopt_key(self, text: str) -> None:
-        """Makes a key that the operator has chosen valid, unless it was revoked.
+        """Stores a key that the operator chose, unless it was revoked.
 
-        Raises InvalidRequest for what is no key, NotFound without its tenant, Conflict at MAX_KEYS.
+        Raises InvalidRequest when `text` is not a key, NotFound if its tenant does not exist, and Conflict at MAX_KEYS.
         """
         owner, key = operator_key(text)
         self._change_keys(owner.tenant, lambda keys: _adopted(keys, key))
 
     def bound_start_keys(self, names: Sequence[str], used: Sequence[str]) -> None:
-        """Forgets surplus keys that earlier starts made for these tenants and for administrators; `used`: texts of keys
-        that stay in any case.
+        """Removes surplus keys that starting services created for these tenants and for administrators. `used` has the
+        texts of keys to keep in any case.
 
-        Where the registry persists and the local state does not (containers with S3), each start makes some.
+        Surplus keys appear where the registry persists and the local state does not (containers with S3): each start
+        creates new keys.
         """
         ids = {claim.key_id for text in used if (claim := parse_key(text)) is not None}
 
@@ -245,11 +249,11 @@ class Tenants:
             self._change_keys(None, bounded)
 
     def admin_keys(self) -> tuple[KeyRecord, ...]:
-        """Returns the keys of all administrators, revoked ones included."""
+        """Returns the keys of all administrators, including revoked ones."""
         return (find_record(self.store, ADMIN_KEY, Admin) or Admin()).keys
 
     def verify(self, text: str) -> Principal | None:
-        """Returns the key's owner, or None for anything but a valid, unrevoked key."""
+        """Returns the owner of the key `text`; None if it is not a valid, unrevoked key."""
         claim = parse_key(text)
         if claim is None:
             return None
@@ -261,7 +265,7 @@ class Tenants:
         return claim if opens(text, claim.key_id, keys) else None
 
     def _change_keys(self, owner: str | None, change: Callable[[tuple[KeyRecord, ...]], tuple[KeyRecord, ...]]) -> None:
-        """Changes the keys of a tenant, or of administrators when `owner` is None."""
+        """Applies `change` to the keys of a tenant, or of the administrators when `owner` is None."""
         if owner is None:
             update_marked(self.store, ADMIN_KEY, Admin, lambda admin: Admin(change((admin or Admin()).keys)))
         else:
@@ -274,8 +278,8 @@ class Tenants:
         return self._update(tenant, lambda record: self._checked(change(_live(record, tenant, create))))
 
     def _checked(self, record: Tenant) -> Tenant:
-        """Returns the record as it will be read; constraints hold only when a record is decoded. Raises
-        InvalidRequest."""
+        """Returns the record after encoding and decoding it, because constraints are checked only on decoding. Adds or
+        drops `held` according to the limits. Raises InvalidRequest."""
         if record.limits.adapters is None and record.limits.bytes is None:
             record = msgspec.structs.replace(record, held=None)
         elif record.held is None:
@@ -292,16 +296,18 @@ class Tenants:
 
 
 def tenant_key(tenant: str) -> str:
+    """Returns the object key of a tenant's record."""
     return f"tenants/{tenant}/tenant.json"
 
 
 def unknown(tenant: str) -> NotFound:
+    """Returns the error for a tenant that does not exist."""
     return NotFound(f"there is no tenant {tenant[:100]!r}")
 
 
 def _live(record: Tenant | None, tenant: str, create: bool) -> Tenant:
-    """Returns the record of a tenant that is not deleted, or with `create` a new one in place of one that is gone.
-    Raises NotFound, and Conflict while the tenant's deletion has not ended."""
+    """Returns the record of a tenant that is not deleted. With `create`, returns a new record if the tenant does not
+    exist or is completely deleted. Raises NotFound, or Conflict while the tenant's deletion is unfinished."""
     if record is not None and not record.deleted:
         return record
     if not create:
@@ -317,7 +323,7 @@ def _check_undeclared(record: Tenant) -> None:
 
 
 def _check_reserved(record: Tenant, concurrent: int | None) -> None:
-    """Raises Conflict where fewer generations are allowed than before, and fewer than functions have reserved."""
+    """Raises Conflict if `concurrent` is lower than before and than the sum that the functions have reserved."""
     before, total = record.limits.concurrent, sum(record.reserved.values())
     if concurrent is not None and concurrent < total and (before is None or concurrent < before):
         raise Conflict(
@@ -327,10 +333,10 @@ def _check_reserved(record: Tenant, concurrent: int | None) -> None:
 
 
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
-    """Returns the keys with `key` among them. Room is made by forgetting the key that was revoked first. Raises
-    Conflict when there is no room and none is revoked.
+    """Returns the keys with `key` added. At the limit, the key that was revoked first is dropped. Raises Conflict when
+    none is revoked.
 
-    Keys that starts make are bounded on their own and need no room: a service must always be able to start.
+    Keys created by starting services have a separate limit, because a service must always be able to start.
     """
     counted = [each for each in keys if each.made_by != "start"]
     if key.made_by != "start" and len(counted) >= MAX_KEYS:
@@ -343,16 +349,17 @@ def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]
 
 
 def _without_surplus(keys: tuple[KeyRecord, ...], used: Collection[str]) -> tuple[KeyRecord, ...]:
-    """Returns the keys without surplus ones of starts; the same object if there are none. The first key that a start
-    made, which was most likely handed on, and the newest stay, and so do those whose ids are in `used`."""
+    """Returns the keys without surplus ones that starting services created; the same object if there are none. The
+    first such key stays, since it was most likely handed on. The newest ones, and those whose ids are in `used`, stay
+    too."""
     by_age = sorted((key for key in keys if key.made_by == "start"), key=lambda key: key.created)
     surplus = {key.key_id for key in by_age[1 : 1 - MAX_START_KEYS]} - set(used)
     return tuple(key for key in keys if key.key_id not in surplus) if surplus else keys
 
 
 def _adopted(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
-    """Returns the keys with the operator's key among them; if a start made that key, it becomes the operator's. A known
-    key with the same id but another text, or a revoked one, stays as it is. Raises Conflict at MAX_KEYS."""
+    """Returns the keys with the operator's key added. A key that a starting service created becomes the operator's. An
+    existing key with the same id stays unchanged if its text differs or it is revoked. Raises Conflict at MAX_KEYS."""
     existing = next((existing for existing in keys if existing.key_id == key.key_id), None)
     if existing is None:
         return _added(keys, key)

@@ -1,4 +1,4 @@
-"""Names of an adapter's tensors: PEFT's own, also with an adapter's name in them, or those of something else."""
+"""Normalisation of tensor names in an adapter, and recognition of files that are not PEFT adapters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PEFT_NAME = "base_model.model.<module>.lora_A.weight"
 
 
 def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
-    """Returns the adapter with tensors named as `save_pretrained` names them.
+    """Returns the adapter with tensors named as by PEFT's `save_pretrained`.
 
-    `model.state_dict()` of PEFT keeps the adapter's name (`lora_A.default.weight`): it is left out, for it says nothing
-    as long as all tensors carry the same one. Raises InvalidAdapter, with one problem, when they don't, or when the
-    file is evidently no adapter of PEFT.
+    PEFT's `model.state_dict()` includes the adapter's name (`lora_A.default.weight`). It is removed if all tensors have
+    the same one. Raises InvalidAdapter, with one problem, when they do not, or when the file is clearly not a PEFT
+    adapter.
     """
     _refuse_other_files(list(adapter.tensors))
     carried = {name: match for name in adapter.tensors if (match := _NAMED.fullmatch(name))}
@@ -48,7 +48,7 @@ def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
 
 
 def _refuse_other_files(names: list[str]) -> None:
-    """Raises InvalidAdapter with one problem for a file whose tensors' names show that it is no PEFT adapter."""
+    """Raises InvalidAdapter, with one problem, if the tensors' names show that the file is not a PEFT adapter."""
     if not names:
         raise _refused(WEIGHTS_FILE, "it holds no tensors: training may have been stopped before it saved any")
     if any(name.endswith("_proj.base_layer.weight") for name in names):

@@ -1,4 +1,4 @@
-"""Maps every tensor of an adapter to a projection of the base model, or refuses with the whole list of reasons."""
+"""Validation of an adapter: maps every tensor to a projection of the base model, or refuses with all reasons."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from adapters.peft_targets import Target, find_targets, module_names
 from adapters.tensor_names import with_plain_names
 
 DIGEST_FORMAT = 1
-"""Part of every digest: a change of meaning of what is stored makes other digests."""
+"""Format number in every digest; raise it when the stored content changes its meaning, so that digests differ."""
 
 TENSORS_PER_LAYER = 2 * len(PROJECTIONS)
 SPARE_TENSORS = 4096
-"""Tensors beyond those of any adapter of the base that are refused one by one; more are one problem."""
+"""Maximum number of surplus tensors that are refused one by one. Surplus tensors are those beyond the most that an
+adapter of the base can have. If there are more, they are one problem."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -32,60 +33,60 @@ _MODULE = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<path>[a-z_]+\.[
 
 
 class LoraPair(msgspec.Struct, frozen=True):
-    """A and B of one projection of one layer."""
+    """LoRA matrices A and B of one projection of one layer."""
 
     projection: int
-    """Index into PROJECTIONS."""
+    """Index of the projection in PROJECTIONS."""
     rank: int
     scale: float
     a: TensorRef
-    """[rank, d_in]"""
+    """Matrix A, [rank, d_in]."""
     b: TensorRef
-    """[d_out, rank]"""
+    """Matrix B, [d_out, rank]."""
 
 
 class LoraLayout(msgspec.Struct, frozen=True):
-    """A checked adapter: what it adapts and where its tensors lie in the weights file."""
+    """A checked adapter: its adapted projections, and the positions of its tensors in the weights file."""
 
     digest: str
-    """Identity of the version: SHA-256 hex, see `digest_of`."""
+    """Identity of the version: a SHA-256 (hex), see `digest_of`."""
     weights_sha256: str
     layers: tuple[tuple[LoraPair, ...], ...]
-    """Per layer of the base, the adapted projections in the order of PROJECTIONS."""
+    """Adapted projections of each layer of the base, in the order of PROJECTIONS."""
     dtype: str
-    """float32, float16 or bfloat16: what the tensors are served as; float32 if the file mixes dtypes."""
+    """Dtype in which the tensors are served: float32, float16 or bfloat16; float32 if the file mixes dtypes."""
     ranks: tuple[int, ...]
-    """Distinct ranks, ascending."""
+    """Distinct ranks of the projections, ascending."""
     targets: tuple[str, ...]
     """Adapted projections (q, k, v, o, gate, up, down) in the order of PROJECTIONS."""
     bytes: int
-    """Bytes of all tensors in `dtype`."""
+    """Size of all tensors in `dtype`, in bytes."""
     warnings: tuple[str, ...]
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):
-    """Content of the config and the header; no tensor's values have been read."""
+    """Result of checking the config and the header, without the tensors' values."""
 
     layers: tuple[tuple[LoraPair, ...], ...]
-    """Layers as in LoraLayout; only part of them when there are problems."""
+    """Adapted projections as in LoraLayout.layers; incomplete when there are problems."""
     tensors: tuple[TensorRef, ...]
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     omitted: int = 0
-    """Further problems, only counted."""
+    """Number of further problems that are not listed."""
 
 
 FindTargets = Callable[[LoraSettings, Sequence[str]], list[Target]]
 
 
 def inspect_files(config: bytes, weights: Path, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
-    """Does what `inspect` does, for an adapter's two files. Raises InvalidAdapter, TooLarge."""
+    """Returns the result of `inspect` for an adapter's two files. Raises InvalidAdapter or TooLarge."""
     return inspect(read_peft(config, weights, base.num_layers * TENSORS_PER_LAYER + SPARE_TENSORS), base, find)
 
 
 def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
-    """Maps the adapter to the base model, and returns the outcome with its problems. Raises InvalidAdapter when the
-    tensors' names show another kind of file."""
+    """Maps the adapter to the base model, and returns the result with its problems. Raises InvalidAdapter when the
+    tensors' names show that it is another kind of file."""
     settings, problems, warnings = check_config(adapter.config)
     try:
         adapter = with_plain_names(adapter)
@@ -135,9 +136,10 @@ def _no_targets(adapter: PeftAdapter, base: BaseModel) -> Problem:
 
 
 def digest_of(layers: tuple[tuple[LoraPair, ...], ...], weights_sha256: str) -> str:
-    """Returns the SHA-256 hex over {projection -> rank and scaling, hash of the weights, format} as canonical JSON.
+    """Returns the digest: SHA-256 (hex) of canonical JSON with rank and scaling of each projection, the weights' hash
+    and DIGEST_FORMAT.
 
-    Equal tensors with another alpha differ; configs that differ only in harmless fields don't.
+    Equal tensors with another alpha have another digest. Configs that differ only in harmless fields have the same.
     """
     projections = {
         f"{layer}.{PROJECTIONS[pair.projection]}": [pair.rank, pair.scale]
@@ -149,7 +151,7 @@ def digest_of(layers: tuple[tuple[LoraPair, ...], ...], weights_sha256: str) -> 
 
 
 def file_sha256(path: Path) -> str:
-    """Returns the SHA-256 hex of a file, streamed."""
+    """Returns the SHA-256 (hex) of a file, read as a stream."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -175,8 +177,8 @@ def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: t
 def _map(
     adapter: PeftAdapter, base: BaseModel, targets: list[Target], use_rslora: bool
 ) -> tuple[tuple[tuple[LoraPair, ...], ...], list[Problem]]:
-    """Returns the pairs of each layer, and a problem for each tensor that is missing, of a wrong shape, or maps to
-    nothing."""
+    """Returns the pairs of each layer, and the problems. There is one for each tensor that is missing, has a wrong
+    shape, or belongs to no target."""
     problems: list[Problem] = []
     layers: list[list[LoraPair]] = [[] for _ in range(base.num_layers)]
     used: set[str] = set()
@@ -215,9 +217,10 @@ def _map(
 def _other_base_problem(
     adapter: PeftAdapter, base: BaseModel, pairs: Iterable[tuple[int, TensorRef | None, TensorRef | None]]
 ) -> Problem | None:
-    """Returns the problem if not one targeted module has this base's widths; None if one fits or too little is known.
+    """Returns a problem if no targeted module has this base's widths. Returns None if one has, or there is too little
+    information.
 
-    `pairs`: projection, A [rank, d_in] and B [d_out, rank] of each targeted module, None for a tensor that is missing.
+    `pairs` has (projection, A [rank, d_in], B [d_out, rank]) of each targeted module, with None for a missing tensor.
     """
     widths = {
         projection: (a.shape[1], b.shape[0])
@@ -237,7 +240,7 @@ def _other_base_problem(
 
 
 def _place(module: str, base: BaseModel) -> tuple[int, int] | None:
-    """Returns (layer, projection) of a module, or None if it is not a projection of the base."""
+    """Returns (layer, index of the projection) of a module; None if it is not a projection of the base."""
     match, projections = _MODULE.fullmatch(module), base.family.projections
     if match is None or match["path"] not in projections or int(match["layer"]) >= base.num_layers:
         return None

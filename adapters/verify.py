@@ -1,4 +1,4 @@
-"""Checks that a registry holds what its functions list: every file and artifact is read and hashed again."""
+"""Verification of a registry: every listed file and artifact is read and hashed again."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from adapters.store import ObjectStore
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """An object that a listed version needs, and what is wrong with it."""
+    """A damaged object that a listed version needs, and its problem."""
 
     version: str
-    """tenant/function:version"""
+    """Version as `tenant/function:version`."""
     key: str
     problem: str
 
 
 class Verified(msgspec.Struct):
+    """Counts of a verification."""
+
     versions: int = 0
     objects: int = 0
-    """Manifests, files and artifacts; shared ones are read once."""
+    """Number of manifests, files and artifacts read; shared ones count once."""
     damaged: int = 0
-    """Versions with damage."""
+    """Number of versions with damage."""
 
 
 def verify(
@@ -39,8 +41,8 @@ def verify(
     on_damage: Callable[[Damage], None] = lambda _: None,
     progress: Callable[[FoundVersion], None] = lambda _: None,
 ) -> Verified:
-    """Reads everything that is listed, and returns the counts. `on_damage` is called with each damage, `progress` with
-    each version. Raises StoreUnavailable."""
+    """Reads all listed objects, and returns the counts. `on_damage` is called with each damage, `progress` with each
+    version. Raises StoreUnavailable."""
     done = Verified()
     with DiskMap() as checked:
         for version in all_versions(store):
@@ -50,7 +52,7 @@ def verify(
             done.versions += 1
             done.objects += 1
             damages = list(_damages(store, version, version.entry, checked, done))
-            # Deleted and collected meanwhile, it may miss what it wants.
+            # The files of a version deleted meanwhile may have been collected.
             if damages and is_listed(store, version):
                 done.damaged += 1
                 for damage in damages:
@@ -86,7 +88,7 @@ def _contents(manifest: Manifest, entry: VersionEntry) -> Iterator[tuple[str, Ca
 
 
 def _blob_problem(store: ObjectStore, sha256: str) -> str:
-    """Returns what is wrong with the object; "" when it is what it should be."""
+    """Returns the problem of the blob; "" if it is intact."""
     info = store.head(blob_key(sha256))
     if info is None:
         return "is missing"

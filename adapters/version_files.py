@@ -1,4 +1,4 @@
-"""Stores what versions are made of, before a function lists them."""
+"""Storage of versions' files and manifests, before a function lists them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from adapters.store import ObjectStore
 from adapters.validate import LoraLayout
 
 MAX_REWRITES = 10
-"""Times that a deploy stores again what a garbage collection was removing."""
+"""Maximum number of times that a deploy stores its files again because a garbage collection was removing them."""
 MAX_ORPHANS = 1000
-"""Numbers in a row that a deploy skips because deploys that failed, or still run, took them."""
+"""Maximum number of consecutive version numbers that a deploy skips because failed or running deploys took them."""
 
 
 @dataclass
 class Storing:
-    """A deploy under way; `manifest` is set once it has taken a version number, which it keeps through all tries."""
+    """A deploy in progress. `manifest` is set once the deploy has taken a version number, which it keeps through all
+    attempts."""
 
     upload: AdapterUpload
     layout: LoraLayout
@@ -36,14 +37,14 @@ class Storing:
 
 
 class VersionFiles:
-    """Stores the files of all functions' versions for one base model. Methods block."""
+    """Stores files and manifests of all functions' versions for one base model. Methods block."""
 
     def __init__(self, store: ObjectStore, base: BaseModel, contents: Contents) -> None:
         self._store, self._base, self._contents = store, base, contents
 
     def listed(self, tenant: str, record: FunctionRecord, deploy: Storing) -> VersionEntry:
-        """Returns the version that the record should list: the one it has of this digest, or one with a number of its
-        own, whose content is stored first."""
+        """Returns the entry that the record should list: the existing version with this digest, or a new one. The files
+        and the manifest of a new version are stored first."""
         existing = find_digest(record, deploy.layout.digest)
         deploy.created = existing is None
         if existing is not None:
@@ -67,8 +68,8 @@ class VersionFiles:
         )
 
     def _put_all(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:
-        """Stores what the version is made of, until nothing of it is missing that a garbage collection was just
-        removing. Returns the manifest. Raises StoreUnavailable after MAX_REWRITES tries."""
+        """Stores the version's files and manifest, repeatedly while a garbage collection removes some of them. Returns
+        the manifest. Raises StoreUnavailable after MAX_REWRITES attempts."""
         manifest = deploy.manifest
         for _ in range(MAX_REWRITES):
             self._contents.put_files(deploy.layout, deploy.upload.config, deploy.upload.weights)
@@ -82,7 +83,8 @@ class VersionFiles:
         raise StoreUnavailable("what a deploy stores is removed again and again by garbage collections")
 
     def _put_manifest(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:
-        """Takes the next free version number by writing its manifest; numbers of orphans are skipped."""
+        """Takes the next free version number by writing its manifest, and returns the manifest. Numbers of orphans are
+        skipped."""
         layout = deploy.layout
         for number in range(record.next_version, record.next_version + MAX_ORPHANS):
             manifest = Manifest(
@@ -110,8 +112,10 @@ class VersionFiles:
 
 
 def manifest_key(tenant: str, name: str, version: int) -> str:
+    """Returns the object key of a version's manifest."""
     return f"tenants/{tenant}/functions/{name}/versions/{version}.json"
 
 
 def find_digest(record: FunctionRecord, digest: str) -> VersionEntry | None:
+    """Returns the record's version with this digest; None if it lists none."""
     return next((entry for entry in record.versions if entry.digest == digest), None)

@@ -1,10 +1,10 @@
-"""Files that people have in the place of an adapter's, as the command line and the gateway alike recognise them."""
+"""Recognition of files that users upload by mistake instead of an adapter's, for the command line and the gateway."""
 
 from __future__ import annotations
 
 PICKLE_FILE = "adapter_model.bin"
-"""File that PEFT wrote before safetensors."""
+"""Name of the weights file that PEFT wrote before it used safetensors."""
 PICKLE_PROBLEM = "a pickle, which is never read, for it could run code: docs/guide/adapters.md says how to convert it"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-"""First bytes of the small text that Git has in the place of a file that Git LFS keeps."""
+"""First bytes of the pointer file that Git has in place of a Git LFS file."""
 POINTER_PROBLEM = "a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"

@@ -1,4 +1,5 @@
 """Contracts between gateway and nodes: versioned messages, errors, the tokenizer, the cluster secret and cluster state.
 
-Nothing here imports torch, a web framework or the other rooms; both sides import it and never each other.
+This package imports neither torch nor a web framework nor the other packages. The gateway and the nodes both import it,
+and never each other.
 """

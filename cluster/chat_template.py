@@ -1,4 +1,4 @@
-"""Chat templates as models have them: conversations to text, in Jinja's sandbox. Loads neither tokenizer nor model."""
+"""Rendering of models' chat templates: conversations to text, in Jinja's sandbox. Needs neither tokenizer nor model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""Exceptions that a template's own code may raise over messages that it was not written for."""
+"""Exceptions that a template's code may raise for messages it was not written for."""
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Returns the template in the environment that chat templates are written for: sandboxed, trimmed blocks, loop
-    controls, four helpers. Raises jinja2.TemplateError."""
+    """Returns the compiled template, in the environment that chat templates expect: sandboxed, trimmed blocks, loop
+    controls, and four helpers. Raises jinja2.TemplateError."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
@@ -28,8 +28,8 @@ def compile_template(source: str) -> jinja2.Template:
 def render(
     template: jinja2.Template, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], *, answer: bool
 ) -> str:
-    """Returns the conversation's text; with `answer` ready for the assistant's turn. `special`: the texts of special
-    tokens, by their names. Raises what ERRORS has."""
+    """Returns the conversation's text. `answer`: append the prompt for the assistant's turn. `special`: texts of the
+    special tokens by name. Raises an exception listed in ERRORS."""
     return template.render(messages=messages, add_generation_prompt=answer, tools=None, documents=None, **special)
 
 

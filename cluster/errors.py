@@ -1,4 +1,4 @@
-"""The errors that cross a border: between gateway and node, and between gateway and user (API.md's `error.type`)."""
+"""Errors that cross an interface: between gateway and node, and between gateway and user (API.md's `error.type`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ STATUS = {
     "unavailable": 503,
     "timeout": 504,
 }
-"""HTTP status of each error type of the public contract."""
+"""HTTP status of each error type of the public API."""
 
 
 class ServiceError(Exception):
-    """A failure whose type, message and details may be shown to the caller.
+    """Failure whose type, message and details may be shown to the caller.
 
-    `param` names the offending field where there is one; `details` lists several problems;
-    `retry_after` (seconds) is sent with 429 and 503.
+    `param` names the offending field, if there is one. `details` lists several problems. `retry_after` (seconds) is
+    sent with 429 and 503.
     """
 
     def __init__(
@@ -54,4 +54,5 @@ class ServiceError(Exception):
 
     @property
     def status(self) -> int:
+        """HTTP status of the error's type."""
         return STATUS[self.type]

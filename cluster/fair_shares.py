@@ -1,10 +1,11 @@
-"""Fair order of requests: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and of each
-tenant's functions.
+"""Fair order of requests: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants and their
+functions.
 
-A counter holds the service that its owner has had, divided by its weight; the next to be served is the one with the
-least. An owner that comes to wait after a pause is lifted to the least counter of those that wait, so that a pause
-banks no credit. Between any two owners that wait all the time, service per weight then differs by no more than one
-request's prompt or one batch's output costs, whatever they send. The engine and the simulator share this code.
+A counter holds the service that its owner has received, divided by its weight. The owner with the lowest counter is
+served next. When an owner joins the queue after a pause, its counter is raised to the lowest counter of the waiting
+owners, so that a pause earns no credit. For any two owners that wait all the time, the service per weight thus differs
+by a bounded amount, whatever they send: the cost of one request's prompt or of one batch's output. The engine and the
+simulator share this code.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from operator import attrgetter
 from typing import Protocol, TypeVar
 
 PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
-"""Per token, as in the paper: a token of output takes about twice the time of one of a prompt."""
+"""Service cost per token of prompt and of output, as in the paper: an output token takes about twice as long."""
 RANK_PRICE = 1 / 256
-"""Extra cost of a token for each rank of its adapter: a quarter at rank 64."""
+"""Additional share of a token's cost per rank of its adapter: a quarter at rank 64."""
 MAX_IDLE_TENANTS, MAX_IDLE_FUNCTIONS = 4096, 64
-"""Remembered while they don't wait; those who are ahead least are forgotten first."""
+"""Maximum numbers of tenants, and of a tenant's functions, that keep a counter while they don't wait. The lowest
+counters are dropped first."""
 
 
 def token_cost(prompt: int, output: int, rank: int) -> float:
-    """Returns the service that a request costs, in the unit of a prompt token of the base model. `rank`: the adapter's
-    largest, 0 without one."""
+    """Returns the service cost of a request; the unit is one prompt token of the base model. `rank` is the adapter's
+    largest rank, 0 without an adapter."""
     return (prompt * PROMPT_PRICE + output * OUTPUT_PRICE) * (1 + rank * RANK_PRICE)
 
 
 class Counters:
-    """Counters of one level: the service that each owner had, by weight. The caller calls `join` when a request of an
-    owner begins to wait, and `leave` when it waits no more."""
+    """Counters of one level (tenants, or the functions of a tenant): each owner's service per weight. The caller calls
+    `join` when a request of an owner starts to wait, and `leave` when it stops waiting."""
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
@@ -38,11 +40,11 @@ class Counters:
         self._waiting: dict[str, int] = {}
         self._floor = 0.0
         self._last: str | None = None
-        """who left when nobody else waited"""
+        """Owner that was the last one to leave."""
         self._sweep_above = 2 * max_idle
 
     def __len__(self) -> int:
-        """Returns how many owners have a counter here, those included who don't wait."""
+        """Returns the number of owners with a counter, including those that don't wait."""
         return len(self._values)
 
     def __getitem__(self, owner: str) -> float:
@@ -50,18 +52,18 @@ class Counters:
 
     @property
     def floor(self) -> float:
-        """The least counter of the owners that wait: nobody who comes to wait is below it."""
+        """Lowest counter of the waiting owners. An owner that starts to wait is raised to it."""
         self._raise_floor()
         return self._floor
 
     def join(self, owner: str) -> None:
-        """Counts one more waiting request of the owner."""
+        """Adds one waiting request of the owner."""
         if owner not in self._waiting:
             self._values[owner] = max(self[owner], self.floor)
         self._waiting[owner] = self._waiting.get(owner, 0) + 1
 
     def leave(self, owner: str) -> None:
-        """Counts one waiting request of the owner less. Raises KeyError when none of the owner's waits."""
+        """Removes one waiting request of the owner. Raises KeyError when the owner has none."""
         remaining = self._waiting[owner] - 1
         if remaining:
             self._waiting[owner] = remaining
@@ -72,7 +74,8 @@ class Counters:
             self._last = owner
 
     def charge(self, owner: str, service: float) -> list[str]:
-        """Adds service per weight to the owner's counter. Returns the owners that were forgotten meanwhile."""
+        """Adds `service` (already divided by the weight) to the owner's counter. Returns the owners whose counters were
+        dropped meanwhile."""
         self._values[owner] = self[owner] + service
         return self._sweep() if len(self._values) > self._sweep_above else []
 
@@ -83,8 +86,8 @@ class Counters:
             self._floor = max(self._floor, self[self._last])
 
     def _sweep(self) -> list[str]:
-        """Forgets owners who don't wait: those whose counter says no more than the floor does, and of the others, if
-        they are too many, those with the least. Returns the forgotten ones."""
+        """Drops counters of owners that don't wait, and returns these owners. Drops those that are not above the floor.
+        Of the others it drops the lowest ones beyond the maximum number."""
         self._raise_floor()
         idle = sorted((value, owner) for owner, value in self._values.items() if owner not in self._waiting)
         at_floor = sum(value <= self._floor for value, _ in idle)
@@ -96,29 +99,29 @@ class Counters:
 
 
 class FairShares:
-    """Counters of the service of tenants and, within each, of its functions. A tenant's service is weighted; its
-    functions share it equally."""
+    """Counters of tenants and, within each tenant, of its functions. A tenant's service is divided by its weight; its
+    functions share equally."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all counters, so that all tenants begin equal; called when nothing waits or runs."""
+        """Resets all counters, so that all tenants start equal. Call it when no request waits or runs."""
         self._tenants = Counters(MAX_IDLE_TENANTS)
         self._functions: dict[str, Counters] = {}
 
     def join(self, tenant: str, function: str) -> None:
-        """Counts one more waiting request of the tenant and its function."""
+        """Adds one waiting request of the tenant and its function."""
         self._tenants.join(tenant)
         self._of(tenant).join(function)
 
     def leave(self, tenant: str, function: str) -> None:
-        """Counts one waiting request of the function less: it was started, or was cancelled."""
+        """Removes one waiting request of the tenant and its function, which was started or cancelled."""
         self._tenants.leave(tenant)
         self._of(tenant).leave(function)
 
     def charge(self, tenant: str, function: str, weight: float, service: float) -> None:
-        """Adds the `service` that a request was given to the counters of its tenant, per `weight`, and of its
+        """Adds the `service` that a request received to the counters of its tenant (divided by `weight`) and its
         function."""
         self._of(tenant).charge(function, service)
         for forgotten in self._tenants.charge(tenant, service / weight):
@@ -130,8 +133,8 @@ class FairShares:
 
     @property
     def floor(self) -> float:
-        """The counter to which a tenant that comes to wait is lifted (VTC): the least of those that wait, and it never
-        falls. With none waiting: at least the counter of the tenant that left last."""
+        """Counter to which a tenant that starts to wait is raised (VTC): the lowest of the waiting tenants. It never
+        falls. When no tenant waits, it is at least the counter of the tenant that left last."""
         return self._tenants.floor
 
     def function(self, tenant: str, function: str) -> float:
@@ -143,7 +146,7 @@ class FairShares:
 
 
 class Waits(Protocol):
-    """A request that waits for service."""
+    """Interface of a request that waits for service."""
 
     @property
     def tenant(self) -> str: ...
@@ -151,16 +154,16 @@ class Waits(Protocol):
     def function(self) -> str: ...
     @property
     def first_token_deadline(self) -> float:
-        """Returns when the request's first token is due, by any clock that all requests share."""
+        """Returns the deadline of the request's first token, by a clock that all requests share."""
 
 
 R = TypeVar("R", bound=Waits)
 
 
 def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
-    """Yields each waiting request once. The tenant with the least counter comes first, then its function with the least
-    counter, then the earliest deadline. Counters may be charged meanwhile: they are read again for each request, but
-    must not fall."""
+    """Yields each waiting request once, in fair order. The tenant with the lowest counter comes first, then its
+    function with the lowest counter, then the earliest deadline. Counters may be charged meanwhile, but must not fall:
+    they are read again for each request."""
     groups: dict[str, dict[str, list[R]]] = {}
     for request in sorted(waiting, key=attrgetter("first_token_deadline")):
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)
@@ -174,8 +177,8 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
 
 
 def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[str], float]) -> Iterator[R]:
-    """Yields the owners' requests by turns: each time one of the owner with the least counter, of equal ones the
-    earliest due. Each owner comes with the time at which its first request is due, and its requests."""
+    """Yields the requests of the owner with the lowest counter, one at a time. Among equal counters the earliest
+    deadline comes first. `owners` has, for each owner, the deadline of its first request, and its requests."""
     heap = [(counter(owner), deadline, owner) for owner, (deadline, _) in owners.items()]
     heapq.heapify(heap)
     while heap:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 MAX_FRAME = 64 << 20
-"""Bytes. The largest legitimate frame is a prompt of the largest context."""
+"""Maximum length of a frame's body, in bytes. The largest legitimate frame is a prompt that fills the largest
+context."""
 
 
 class FrameError(ValueError):
-    """The other side sent something that is not a frame of this protocol."""
+    """The peer sent data that is not a frame of this protocol."""
 
 
 def frame(body: bytes) -> bytes:
+    """Returns the body as one frame."""
     return len(body).to_bytes(4, "big") + body
 
 
 class Frames:
-    """Cuts a byte stream into frame bodies, whatever the chunk borders."""
+    """Decoder that splits a byte stream into frame bodies, however the stream is cut into chunks."""
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
         self._buffer = bytearray()

@@ -1,4 +1,4 @@
-"""Reports of a node's GPU: its load, which changes all the time, and its facts, which hardly do."""
+"""Reports about a node's GPU: its load, which changes all the time, and its facts, which rarely change."""
 
 from __future__ import annotations
 
@@ -6,51 +6,51 @@ import msgspec
 
 
 class GpuLoad(msgspec.Struct, frozen=True, array_like=True):
-    """A GPU at its last sample. None: it does not report that value. New fields come last."""
+    """Load of a GPU at its last sample. A field is None if the GPU does not report it. New fields come last."""
 
     memory_used: int | None = None
-    """Bytes, of all processes on it."""
+    """Device memory used by all processes, in bytes."""
     utilisation: int | None = None
-    """Per cent of the last sample period in which a kernel ran."""
+    """Percentage of the last sample period in which a kernel ran."""
     power: int | None = None
-    """Watts."""
+    """Power draw in watts."""
     temperature: int | None = None
-    """Degrees Celsius."""
+    """Temperature in degrees Celsius."""
     throttled: int | None = None
-    """Bits of NVML's clocks event reasons; `throttle_reasons` names them."""
+    """Bit mask of NVML's clocks event reasons; `throttle_reasons` names them."""
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The GPU of a node, and what is wrong with it."""
+    """Facts of a node's GPU, and its problems."""
 
     uuid: str
     index: int | None = None
-    """Index of the GPU as NVML counts on this host."""
+    """NVML index of the GPU on this host."""
     name: str = ""
     driver: str = ""
     memory: int = 0
-    """Bytes in all; 0: not reported."""
+    """Total device memory in bytes; 0: not reported."""
     pcie_generation: int = 0
-    """The highest that GPU and slot have in common; 0: not reported."""
+    """Highest PCIe generation that both GPU and slot support; 0: not reported."""
     pcie_width: int = 0
-    """Lanes that GPU and slot have in common."""
+    """Number of PCIe lanes that both GPU and slot support."""
     pcie_width_now: int = 0
-    """Lanes that are in use."""
+    """Number of PCIe lanes in use."""
     link: float = 0.0
-    """Bytes per second that `pcie_generation` and `pcie_width` carry; 0: not known."""
+    """Bandwidth of a PCIe link of `pcie_generation` and `pcie_width`, in bytes per second; 0: unknown."""
     ecc_corrected: int = 0
-    """Errors since the driver was loaded or the GPU was reset."""
+    """Number of corrected ECC errors since the driver was loaded or the GPU was reset."""
     ecc_uncorrectable: int = 0
     xid: int = 0
-    """The last Xid error since the node's start; 0: none."""
+    """Code of the last Xid error since the node's start; 0: none."""
     xids: int = 0
     """Number of Xid errors since the node's start."""
     slow_link: str = ""
-    """Problem of the link to the GPU, if it is slower than it should be."""
+    """Description of the problem if the link to the GPU is slower than it should be; else empty."""
     problem: str = ""
-    """Reason why values are missing, if they should be there: NVML failed, or does not return."""
+    """Reason why expected values are missing: NVML failed, or does not return. Else empty."""
     fault: str = ""
-    """Reason why the GPU can't be used any more: its node drains, and its pool replaces it."""
+    """Reason why the GPU is unusable, so that its node drains and its pool replaces it. Else empty."""
 
 
 THROTTLE_REASONS = {
@@ -62,9 +62,9 @@ THROTTLE_REASONS = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-"""NVML's bits that mean that a GPU is held back; idle clocks, and clocks that somebody has set, are none of them."""
+"""Names of the NVML bits that mean throttling. Idle clocks, and clocks that a user has set, are not throttling."""
 
 
 def throttle_reasons(bits: int) -> list[str]:
-    """Returns the names of what holds a GPU's clocks back, of NVML's mask `bits`; other bits are passed over."""
+    """Returns the names of the throttle reasons in NVML's mask `bits`. Other bits are ignored."""
     return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]

@@ -1,9 +1,9 @@
-"""uvicorn's HTTP parser with the bounds that it lacks, on every port of ours.
+"""uvicorn's HTTP parser with additional limits, for every port that Garnish serves.
 
-Heads and trailers have a size, waiting for the rest of a head ends, and a caller that is answered before its request is
-complete can read the answer. Without these bounds a caller without any key or secret could fill the memory with one
-endless header, or hold connections open for ever. A sender of a large body would find its connection reset instead of
-reading why it was refused.
+The size of request heads and trailers is limited, and so is the time to receive a head. A caller that is answered
+before its request is complete can still read the answer. Without these limits a caller without any key could fill the
+memory with one endless header, or hold connections open for ever. The sender of a large body would find its connection
+reset, and could not read why it was refused.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cluster.errors import ServiceError
 
 HEAD_BYTES = 64 << 10
-"""Request line and headers; likewise trailers, and what stands between two chunks."""
+"""Maximum size of request line and headers, in bytes. The same limit applies to trailers, and to the data between two
+chunks."""
 HEAD_LINES = 1000
-"""Headers; a short one takes far more memory than it has bytes."""
+"""Maximum number of headers in a request. Even a short header takes far more memory than its bytes."""
 HEAD_SECONDS = 30.0
-"""Time from connecting, or from the first byte of a further request, to the end of its headers."""
+"""Maximum time from connecting, or from the first byte of a further request, to the end of its headers."""
 MAX_WAITING = 16
-"""Requests that wait on one connection for the answer to the one before; who sends more of them is cut off."""
+"""Maximum number of pipelined requests that wait on one connection for an earlier answer. A peer that sends more is
+disconnected."""
 READ_BYTES = 64 << 10
-"""Bytes that a peer has to read between two checks, while as many remain for it."""
+"""Minimum number of bytes that a peer has to read between two checks, as long as that many remain."""
 LINGER_BYTES = 1 << 30
-"""Bytes of a refused body that are read and dropped after the answer: what is unread resets the connection, often
-before its sender has read the answer. Twice the largest body that is taken by default."""
+"""Maximum number of bytes of a refused body that are read and dropped after the answer. Unread bytes would reset the
+connection, often before the sender has read the answer. This is twice the largest body accepted by default."""
 LINGER_HEAD_BYTES = 1 << 20
-"""The same of what is no request, or has too large a head."""
+"""Same limit in bytes for data that is not a valid request, or whose head is too large."""
 LINGER_SECONDS, LINGER_IDLE_SECONDS = 60.0, 5.0
-"""Time for which that lasts at most in all, and without any byte."""
+"""Maximum time of lingering (reading and dropping) in all, and without receiving any byte."""
 
 log = logging.getLogger("cluster.http")
 log.setLevel(logging.ERROR)
 
 
 class _LingeringTransport:
-    """A transport whose closing `linger` may take over: if it returns True, it ends the connection by itself later."""
+    """Transport whose `close` first calls `linger`. If that returns True, it closes the connection later itself."""
 
     def __init__(self, transport: asyncio.Transport, linger: Callable[[], bool]) -> None:
         self._transport, self._linger = transport, linger
@@ -67,52 +69,56 @@ class _LingeringTransport:
 
 
 class Timer:
-    """Calls back later, unless it is stopped or started again before."""
+    """Timer that calls back once, unless it is stopped or restarted before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
+        """Calls `callback` with `args` after `seconds`, in place of an earlier call that is still to come."""
         self.stop()
         self._handle = self._loop.call_later(seconds, callback, *args)
 
     def stop(self) -> None:
+        """Cancels the call that is still to come, if any."""
         if self._handle is not None:
             self._handle.cancel()
 
 
 class _Refused(Exception):
-    """Ends the parsing; the answer is made where that is noticed."""
+    """Aborts the parsing of a request. `send_400_response` then sends the answer."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """An answer that does not wait for the whole body is the last one on its connection, which lingers after it.
+    """HTTP protocol of one connection, with limits on heads, pipelining and idle time.
 
-    Another protocol that a request offers to switch to (`Upgrade`) is not taken up, and its body is read all the same.
+    An answer that is sent before the complete body has arrived is the last one on its connection. The connection then
+    lingers: the rest of the body is read and dropped. A request's offer to switch protocols (`Upgrade`) is ignored, and
+    its body is read as usual.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # uvicorn warns of each broken request. Anyone may send those, and fill the disk.
+        # uvicorn logs a warning for each malformed request, so any client could fill the disk.
         self.logger = log
         self._timer = Timer(self.loop)
-        """Limit on the time until the end of a head, or of lingering."""
+        """Timer for the end of a head, or of lingering."""
         self._progress = False
         self._overhead = 0
-        """Bytes since a head was complete or content came."""
+        """Bytes received since the last complete head or body data."""
         self._head_bytes = self._head_lines = 0
-        """Bytes and lines of this head (or these trailers) so far."""
+        """Bytes and lines received of the current head or trailers."""
         self._receiving = self._in_head = False
         self._answered: RequestResponseCycle | None = None
-        """The request that is being answered, or was last; `cycle` is the newest."""
+        """Request that is being answered, or was answered last; `cycle` is the newest request."""
         self._keep_alive = False
-        """True: the connection is kept after this request, if all of it comes before its answer."""
+        """True: the connection is kept open after this request, if the complete request arrives before its answer."""
         self._lingering = False
         self._dropped, self._drop_limit = 0, LINGER_BYTES
 
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
-        """Returns the headers and the JSON body of the answer to what is no request."""
+        """Returns the headers and the JSON body of the answer to data that is not a valid request."""
         return {}, {"error": {"type": error.type, "message": error.message}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -152,7 +158,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_lines += 1
         self._count_head(len(name) + len(value) + 4)
-        if self._in_head:  # a trailer is no header: whoever checked those has not seen it
+        if self._in_head:  # a trailer is not a header: it came after the headers were checked
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -190,23 +196,23 @@ class BoundedHttp(HttpToolsProtocol):
     def shutdown(self) -> None:
         self._keep_alive = False
         if self.cycle is None or self.cycle.response_complete:
-            self._receiving = False  # of a further request: there will be no answer to read
+            self._receiving = False  # a further request will get no answer
         super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
         self._end_unread(math.inf)
 
     def _end_unread(self, before: float) -> None:
-        """Ends the connection once the last answer has been read, or isn't any more. `before`: bytes that were left at
-        the last look."""
+        """Closes the connection once the peer has read the last answer, or has stopped reading it. `before` is the
+        number of unread bytes at the last check."""
         unread = self.transport.get_write_buffer_size()
         if self.transport.is_closing() or unread == 0 or unread > before - READ_BYTES:
-            self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
+            self.transport.abort()  # close() would wait for a peer that does not read its answer
         else:
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, unread)
 
     def _upgrades(self) -> bool:
-        """Returns whether the parser takes what follows the head for another protocol."""
+        """Returns whether the parser treats the data after the head as another protocol."""
         return bool(self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT")
 
     def _parse(self, data: bytes) -> None:
@@ -217,8 +223,8 @@ class BoundedHttp(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _parse_until_upgrade(self, data: bytes) -> bytes:
-        """Returns what is to be parsed next: the request that offers another protocol, without that offer. (Behind its
-        head the parser skips the body, which then would be taken for a request.)"""
+        """Returns the data to parse next: a request that offers another protocol, rewritten without that offer. Without
+        this the parser would skip the body, which would then be parsed as a request."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -250,10 +256,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(ServiceError("head_too_large", why))
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answers with the error and closes the connection. While another request is still to be answered, the answer
-        would be taken for that one's, or for a part of it: then the connection only ends."""
+        """Answers with the error and closes the connection. Sends no answer while another request is still being
+        answered: it would be taken for that request's answer, or for a part of it."""
         cycle = self._answered
-        broken = self._receiving and not self._in_head and cycle is self.cycle  # the body of `cycle`
+        broken = self._receiving and not self._in_head and cycle is self.cycle  # the error is in the body of `cycle`
         self._receiving, self._drop_limit = True, LINGER_HEAD_BYTES
         headers, body = self.refusal(error)
         if cycle is None or cycle.response_complete or (broken and not cycle.response_started):
@@ -265,11 +271,11 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _linger(self) -> bool:
-        """Begins to linger, now that the server has said all that it will.
+        """Starts lingering, after the server has written its last data.
 
-        Returns False when the whole request is there, so that nothing is left to read; also when the connection lingers
-        or closes already. Else the end of the answer is sent at once, and the connection is reset only when the peer
-        continues to send for too long.
+        Returns False when there is nothing left to read because the request is complete. Also returns False when the
+        connection already lingers or is closing. Otherwise ends the sending side at once. The connection is reset only
+        when the peer sends for too long.
         """
         if not self._receiving or self._lingering or self.transport.is_closing():
             return False
@@ -282,16 +288,17 @@ class BoundedHttp(HttpToolsProtocol):
         return True
 
     def _disconnect(self) -> None:
-        """Marks the peer as disconnected for every response under way; the server itself knows of the newest request
-        only."""
+        """Marks the peer as disconnected for every response in progress. The server itself does this only for the
+        newest request."""
         for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
 
     def _end_lingering(self, seconds: float, dropped: int) -> None:
-        """Resets the connection when the peer is silent or has gone on for too long, else looks again later. `seconds`:
-        how long it has lingered; `dropped`: bytes that had been dropped at the last look."""
+        """Resets the connection when the peer is silent or has sent for too long; otherwise checks again later.
+        `seconds` is how long the connection has lingered; `dropped` is the number of dropped bytes at the last
+        check."""
         if self._dropped == dropped or seconds >= LINGER_SECONDS:
             self.transport.abort()
             return

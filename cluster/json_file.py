@@ -1,4 +1,4 @@
-"""Measurements that are kept as JSON files."""
+"""Atomic writing of JSON files, for measurements."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 
 
 def write_json(value: msgspec.Struct, file: Path) -> None:
-    """Writes the value to the file atomically: a reader sees the old one or the new one, also when two processes write
-    it at once. Makes the folder; raises OSError."""
+    """Writes the value to the file atomically: readers get the old or the new value, even if two processes write at
+    once. Creates the folder. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:

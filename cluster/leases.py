@@ -1,7 +1,7 @@
-"""Leases: of several processes that could do a thing, one may, for as long as it prolongs its lease.
+"""Leases: of several processes that could do a task, one may do it for as long as it renews its lease.
 
-A lease that is not prolonged ends by itself. Its holder counts the time from before it asked, so that it stops sooner
-than anyone else can begin.
+A lease that is not renewed expires. Its holder counts the time from before its request, so that it stops sooner than
+another process can begin.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from cluster.redis_link import RedisLink
 
 
 class Lease(msgspec.Struct, frozen=True):
+    """State of a lease."""
+
     holder: str
-    """Empty: nobody."""
+    """Process that holds the lease; empty: nobody."""
     seconds: float
-    """Time until it ends by itself."""
+    """Time until the lease expires."""
 
 
 NOBODY = Lease("", 0.0)
@@ -29,21 +31,21 @@ class Leases(Protocol):
     """Leases that all gateway workers share. Every method may raise RedisAway."""
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        """Takes the lease, or prolongs it, for `seconds` from now. Another holder's lease, while it lasts, is left as
-        it is and returned."""
+        """Acquires or renews the lease for `seconds` from now, and returns the current lease. A lease that another
+        holder has is left unchanged and returned."""
         ...
 
     async def free(self, name: str, holder: str) -> None:
-        """Frees the lease; does nothing when it is another's."""
+        """Releases the lease. Does nothing when another process holds it."""
         ...
 
     async def get(self, name: str) -> Lease:
-        """Returns the lease as it is now; NOBODY when nobody holds it."""
+        """Returns the current lease; NOBODY when no process holds it."""
         ...
 
 
 class MemoryLeases:
-    """The leases of one gateway process, gone with it. `clock` is monotonic seconds."""
+    """Leases of a single gateway process, kept in memory and lost when it exits. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

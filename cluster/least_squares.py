@@ -1,18 +1,20 @@
-"""Least squares with coefficients that are costs, and so never negative."""
+"""Least squares with non-negative coefficients."""
 
 from __future__ import annotations
 
 import numpy as np
 
 PATIENCE = 30
-"""Rounds per column, of which a few are used."""
+"""Maximum number of rounds per column; normally a few are enough."""
 
 
 def nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns x f64[k] >= 0 that minimises |columns x - target|; columns f64[n, k], target f64[n], all finite.
+    """Returns the x f64[k] >= 0 that minimises |columns x - target|. `columns` is f64[n, k], `target` f64[n], all
+    finite.
 
-    Lawson and Hanson's active set (Solving Least Squares Problems, 1974, chapter 23) on columns of equal length. Of
-    columns that say the same, some solution is found. Raises ValueError when it does not converge.
+    The method is Lawson and Hanson's active set (Solving Least Squares Problems, 1974, chapter 23) on columns scaled to
+    equal length. With linearly dependent columns it returns one of the solutions. Raises ValueError when it does not
+    converge.
     """
     lengths = np.linalg.norm(columns, axis=0)
     scale = np.where(lengths > 0, lengths, 1.0)
@@ -27,14 +29,14 @@ def nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
             return np.asarray(x / scale)
         free[enters] = True
         x = _solve(unit, target, x, free)
-        # A column that leaves at once came in by rounding alone; it stays out until another one has moved x.
+        # A column that leaves at once entered only by rounding. It stays out until another one has moved x.
         barred = barred | (np.arange(count) == enters) if not free[enters] else np.zeros(count, bool)
     raise ValueError(f"least squares of {columns.shape} did not converge")
 
 
 def _solve(columns: np.ndarray, target: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Returns x, moved towards the solution over the free columns. Columns that would become negative stop at 0, and
-    are taken out of `free`, which is changed in place."""
+    """Returns x, moved towards the solution over the free columns. Columns that would become negative stop at 0. They
+    are removed from `free`, which is changed in place."""
     while free.any():
         solution = np.zeros_like(x)
         solution[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]

@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them."""
+"""Child processes that must not outlive their parent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process as soon as `parent` ends, even by kill -9. To be called before anything else.
+    """Makes the kernel kill this process as soon as `parent` (a process id) ends, even by kill -9. Call it before
+    anything else.
 
-    Exits at once when the parent has ended already, for then no signal would come any more.
+    Exits at once when the parent has already ended, because no signal would come any more.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

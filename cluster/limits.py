@@ -1,8 +1,9 @@
 """Limits of a tenant: requests per second, tokens per minute, and places (generations under way at once).
 
-The rates are token buckets. That of the requests holds one second's worth, one request at least; that of the tokens one
-minute's. A call takes one request, and the tokens that it may use at most; what it did not use is given back at its
-end. A call of more tokens than the bucket holds needs a full one, and leaves it below empty.
+The two rates are token buckets. The bucket of requests holds one second's worth, and at least one request. The bucket
+of tokens holds one minute's worth. A call takes one request and the maximum number of tokens that it may use; unused
+tokens are returned when it ends. A call of more tokens than the bucket can hold needs a full bucket, and leaves it with
+a negative level.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Literal, Protocol
 import msgspec
 
 IDLE_BUCKETS = 1000
-"""Number of buckets from which on full ones are forgotten."""
+"""Number of buckets above which full ones are removed."""
 LONGEST_WAIT = 1e9
-"""Seconds: of rates that allow next to nothing."""
+"""Upper bound on a reported waiting time, in seconds, for rates near 0."""
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -28,79 +29,86 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """An owner of places: a tenant, or one of its functions (`tenant/function`)."""
+    """Owner of places: a tenant, or one of its functions (`tenant/function`)."""
 
     name: str
     limit: int | None
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Demand of one call."""
+    """Demand of one call on its tenant's limits."""
 
     tenant: str
     rates: Rates
     tokens: int
-    """Tokens that it may use, prompt included."""
+    """Maximum number of tokens that the call may use, prompt included."""
     places: int
     owners: tuple[Owner, ...] = ()
-    """Owners of the places, the tenant first if it has a limit, the function last: it takes as many from each."""
+    """Owners of the call's places: the tenant first (if it has a limit), the function last. The call takes `places`
+    from each of them."""
     reserved: int = 0
-    """Places that are kept for the function."""
+    """Number of places reserved for the call's function."""
     other_functions: tuple[Owner, ...] = ()
-    """The tenant's other functions that have places kept for them, as many as the `limit` of each says: what of these
-    is free counts as taken from the tenant's, but for a call that stays within its own function's."""
+    """The tenant's other functions with reserved places; `limit` is the number reserved. Their unused reserved places
+    count as taken from the tenant's limit. A call that stays within its own function's reserved places ignores them."""
 
     @property
     def limited(self) -> bool:
+        """True: the call has a rate limit, or takes places."""
         return self.rates != Rates() or bool(self.owners)
 
 
 class Refusal(msgspec.Struct, frozen=True):
+    """Reason why a call is refused by a limit."""
+
     why: Literal["requests", "tokens", "places"]
     owner: Owner | None = None
-    """Owner whose places are in use."""
+    """Owner whose places are all in use."""
     seconds: float | None = None
-    """Time until it would be allowed, if nothing else came; None: unknown."""
+    """Seconds until the call would be allowed if no other call came; None: unknown."""
 
 
 class LimitState(Protocol):
-    """Takes calls within their limits. Shared by all gateway workers, so that a limit means the whole gateway."""
+    """State of the limits, shared by all gateway workers, so that a limit applies to the gateway as a whole."""
 
     async def take(self, call: Call) -> Refusal | None:
-        """Takes all that the call asks for, and returns None; or takes nothing, and returns why. One round trip at
-        most, none without a limit."""
+        """Takes all that the call needs and returns None, or takes nothing and returns the refusal. Makes one round
+        trip at most, and none for a call without limits."""
         ...
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
-        """Ends the call which `take` allowed: gives back its places and its `unused_tokens`."""
+        """Ends a call that `take` allowed: returns its places and its `unused_tokens`."""
         ...
 
 
 class Bucket:
-    """A token bucket, full at first: it fills by `rate` a second up to `capacity`. `now` is in seconds."""
+    """Token bucket that starts full. It fills at `rate` per second up to `capacity`. `now` is in seconds."""
 
     def __init__(self, rate: float, capacity: float, now: float) -> None:
         self.rate, self.capacity = rate, capacity
         self.level, self._at = capacity, now
 
     def adjust(self, rate: float, capacity: float, now: float) -> None:
-        """Lets time pass until `now`, then continues with this rate and capacity."""
+        """Refills the bucket for the time until `now`, then sets the new rate and capacity."""
         self.level = min(self.capacity, self.level + max(0.0, now - self._at) * self.rate)
         self.rate, self.capacity, self._at = rate, capacity, max(now, self._at)
         self.level = min(capacity, self.level)
 
     def wait(self, needed: float) -> float:
-        """Returns the seconds until it holds `needed`; 0 when it does."""
+        """Returns the seconds until the bucket holds `needed`, or is full if its capacity is less. Returns 0 when it
+        does already."""
         missing = max(0.0, min(needed, self.capacity) - self.level)
         if not missing:
             return 0.0
         return min(LONGEST_WAIT, missing / self.rate if self.rate > 0 else math.inf)
 
     def change(self, by: float) -> None:
+        """Adds `by` to the level, up to the capacity; it may become negative."""
         self.level = min(self.capacity, self.level + by)
 
     def take(self, amount: float, now: float) -> bool:
-        """Lets time pass, then takes the amount. Returns False, taking nothing, if the bucket holds less."""
+        """Refills the bucket for the time until `now`, then takes the amount. Returns False, and takes nothing, if the
+        bucket holds less."""
         self.adjust(self.rate, self.capacity, now)
         if self.wait(amount) > 0:
             return False
@@ -108,19 +116,20 @@ class Bucket:
         return True
 
     def is_full(self, now: float) -> bool:
+        """Returns whether the bucket is full at `now`."""
         return self.level + (now - self._at) * self.rate >= self.capacity
 
 
 class MemoryLimits:
-    """Limits of one process, where nothing is waited for: a call is taken or settled in one step. `share`: the part of
-    each limit that this process may give away, a place at least."""
+    """Limits kept by one process. Each call is taken or settled in one step, without awaiting. `share` returns the
+    fraction of each limit that this process may use; at least one place is allowed."""
 
     def __init__(self, clock: Callable[[], float], share: Callable[[], float] = lambda: 1.0) -> None:
         self._clock = clock
         self._share = share
         self._buckets: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
         self.places_in_use: dict[str, int] = {}
-        """Places by owner."""
+        """Number of places in use, by owner."""
 
     async def take(self, call: Call) -> Refusal | None:
         share = self._share()
@@ -144,7 +153,7 @@ class MemoryLimits:
         return None
 
     def _reserved_for_others(self, call: Call, owner: Owner, share: float) -> int:
-        """Returns how many places of an owner are kept for other functions than the call's."""
+        """Returns the number of the owner's free places that are reserved for functions other than the call's."""
         function = call.owners[-1].name
         within = self.places_in_use.get(function, 0) + call.places <= math.floor(call.reserved * share)
         if owner.name != call.tenant or within:
@@ -162,6 +171,7 @@ class MemoryLimits:
             bucket.change(unused_tokens)
 
     def count(self, owners: Sequence[Owner], by: int) -> None:
+        """Adds `by` to the places in use of each owner."""
         for owner in owners:
             in_use = self.places_in_use.get(owner.name, 0) + by
             if in_use > 0:
@@ -176,8 +186,8 @@ class MemoryLimits:
         return requests, tokens
 
     def _bucket(self, key: tuple[str, str], rate: float, seconds: float) -> Bucket:
-        """Returns the key's bucket as of now, with these settings: its capacity is `seconds` worth of the rate, and at
-        least 1. A key without a bucket gets a full one."""
+        """Returns the key's bucket, refilled until now and with this rate (per second). Its capacity is `seconds` worth
+        of the rate, and at least 1. A key without a bucket gets a full one."""
         now, capacity = self._clock(), max(1.0, rate * seconds)
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -187,8 +197,8 @@ class MemoryLimits:
         return bucket
 
     def _forget_full(self, now: float) -> None:
-        """Forgets buckets that are full again: they say nothing. Looks at a few of the oldest, so that this never takes
-        long."""
+        """Removes buckets that are full again, since they are equal to new ones. Checks only a few of the oldest, so
+        that each call is short."""
         for key in list(self._buckets)[:2] if len(self._buckets) >= IDLE_BUCKETS else ():
             if self._buckets[key].is_full(now):
                 del self._buckets[key]

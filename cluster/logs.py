@@ -1,6 +1,6 @@
-"""Logs of every process on standard error: lines for people on a terminal, a JSON object per line elsewhere.
+"""Logging of every process to standard error: readable lines on a terminal, one JSON object per line elsewhere.
 
-Never prompts, outputs or secrets. What is passed as `extra` becomes fields of the line.
+Logs never contain prompts, outputs or secrets. Values passed as `extra` become fields of the line.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, TextIO
 from cluster.printable import printable
 
 CAPACITY = "capacity"
-"""Message of the line in which a warm engine reports its capacity."""
+"""Message of the log line in which a warm engine reports its capacity."""
 SETTING = "GARNISH_LOG"
-"""Environment variable: `json` asks for JSON on a terminal, too."""
+"""Environment variable; `json` selects JSON on a terminal too."""
 SERVERS = ("gunicorn.error", "uvicorn.error")
-"""Loggers of the servers below ours: what they say of a start in good order our own lines say too."""
+"""Loggers of the underlying servers. Their messages about a normal start repeat Garnish's own."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 _SHOWN_APART = ("time", "level", "process", "logger", "message", "exception")
 _LEVELS = {"warning": "WARN", "critical": "CRIT"}
@@ -39,7 +39,7 @@ class JsonLines(logging.Formatter):
         self._process = process
 
     def fields(self, record: logging.LogRecord) -> dict[str, object]:
-        """Returns the fields of the line, in its order."""
+        """Returns the fields of the log line, in order."""
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -57,7 +57,7 @@ class JsonLines(logging.Formatter):
 
 
 class ReadableLines(JsonLines):
-    """Formats a record as a line for people: time, level, process, message, fields; a stack trace below it."""
+    """Formats a record as a readable line: time, level, process, message, fields. A stack trace follows below."""
 
     def __init__(self, process: str, colour: bool) -> None:
         super().__init__(process)
@@ -68,7 +68,8 @@ class ReadableLines(JsonLines):
 
 
 def readable(line: Mapping[str, Any], colour: bool) -> str:
-    """Returns the fields of a JSON line as a person reads them. The time is UTC, without its date."""
+    """Returns the fields of a JSON log line as a readable line. The time is UTC, without the date. `colour`: use
+    terminal colours."""
     level = str(line.get("level", "")).upper()
     level = _LEVELS.get(level.lower(), level)
     moment = str(line.get("time", ""))[11:19]
@@ -96,16 +97,17 @@ def _shown(value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Returns the text without what could begin another line, or move the cursor."""
+    """Returns the text on one line, without control characters."""
     return printable(" ".join(text.splitlines()))
 
 
 def wants_text(stream: TextIO) -> bool:
-    """Returns whether log lines on this stream are for people."""
+    """Returns whether log lines on this stream are readable ones rather than JSON."""
     return stream.isatty() and os.environ.get(SETTING) != "json"
 
 
 def wants_colour(stream: TextIO) -> bool:
+    """Returns whether log lines on this stream may have terminal colours."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -117,7 +119,7 @@ def set_up_logging(process: str) -> None:
 
 
 def log_handler(process: str) -> logging.Handler:
-    """Returns the handler for standard error."""
+    """Returns the log handler for standard error, with readable lines or JSON."""
     handler = logging.StreamHandler(sys.stderr)
     text = wants_text(sys.stderr)
     handler.setFormatter(ReadableLines(process, wants_colour(sys.stderr)) if text else JsonLines(process))

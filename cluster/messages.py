@@ -1,13 +1,15 @@
-"""Messages between gateway and nodes, as msgpack. Every message has PROTOCOL_VERSION in its `v`; others are refused.
+"""Messages between gateway and nodes, as msgpack.
+
+Every message has PROTOCOL_VERSION in its `v`; messages of other versions are refused.
 
 Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
     POST /generate   body GenerateRequest; the reply is a stream of frames, each 4 bytes of big-endian length and one
                      Event. The last frame is Done or Failed. Closing the connection cancels the request.
-    GET  /record     NodeReport, all that there is to report
-    POST /drain, /undrain          204; running requests end, new ones are refused
+    GET  /record     the reply is a NodeReport with everything about the node
+    POST /drain, /undrain          204; while draining, running requests end and new ones are refused
     GET  /adapters, POST /adapters/prefetch, /adapters/evict: cluster.residency
-    GET  /healthz    no secret needed; 200 when the process is alive
+    GET  /healthz    needs no secret; 200 when the process is alive
 
 Node -> gateway:
 
@@ -29,10 +31,10 @@ SloClass = Literal["strict", "standard", "best_effort"]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Parameters of sampling, and conditions that end the text. The one struct that carries a call's parameters from
+    """Sampling parameters and stop conditions of a call. This is the only struct that carries a call's parameters from
     the gateway to the engine.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 are off.
+    `temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
     """
 
     temperature: float = 1.0
@@ -41,30 +43,32 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
-    """Index of the choice among the request's (`n` on /v1)."""
+    """Index of this choice among the `n` choices of a /v1 request."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     """Number of most likely tokens whose log probabilities are returned with the chosen token's; None: no log
     probabilities."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens that the prompt or the output has."""
+    """Penalty on tokens that are in the prompt or the output: it divides their positive logits and multiplies their
+    negative ones."""
     logit_bias: dict[int, float] = {}
-    """Token id -> what is added to its logit."""
+    """Bias added to each token's logit, by token id."""
     min_tokens: int = 0
-    """Generated tokens before which end tokens and `stop_token_ids` are masked and stop strings don't count."""
+    """Minimum number of generated tokens. Until then end tokens and `stop_token_ids` are masked, and stop strings are
+    ignored."""
     stop_token_ids: list[int] = []
     bad_words: list[list[int]] = []
-    """Token sequences that the output must not have."""
+    """Token sequences that the output must not contain."""
     prompt_logprobs: int | None = None
-    """Same as `logprobs`, for the prompt's tokens but the first."""
+    """Same as `logprobs`, for all prompt tokens except the first."""
     skip_special_tokens: bool = True
     include_stop: bool = False
-    """The stop string, or the token that ends the text, is part of the text."""
+    """True: the output text includes the stop string, or the token, that ended it."""
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter version as nodes know it; names stay in the gateway."""
+    """An adapter version as nodes know it. Names of functions and versions stay in the gateway."""
 
     digest: str
     artifact: str
@@ -72,74 +76,82 @@ class Adapter(msgspec.Struct, frozen=True):
     bytes: int
     ranks: tuple[int, ...]
     itemsize: int = 0
-    """Bytes of an element, as `bytes` counts them. 0: not known, for it was deployed by an earlier release."""
+    """Bytes per element with which `bytes` was computed. 0: unknown, because an earlier release deployed the
+    adapter."""
 
     def bytes_in(self, itemsize: int) -> int:
-        """Returns the bytes that it takes where an element has `itemsize` bytes; `bytes` where either size is not known
-        (0)."""
+        """Returns the adapter's size in bytes when each element has `itemsize` bytes. Returns `bytes` when either item
+        size is unknown (0)."""
         return self.bytes // self.itemsize * itemsize if self.itemsize and itemsize else self.bytes
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Request to generate text on a node."""
+
     id: str
     base: str
-    """Fingerprint of the base model that the caller means; a node with another one answers `unavailable`."""
+    """Fingerprint of the requested base model. A node that serves another base answers `unavailable`."""
     tenant: str
     token_ids: list[int]
     max_tokens: int
     sampling: Sampling
     timeout: float
-    """Seconds that remain until the caller's deadline, counted from receipt."""
+    """Seconds until the caller's deadline, counted from receipt."""
     adapter: Adapter | None = None
     """Adapter to apply; None: the base model alone."""
     stop: list[str] = []
     ignore_eos: bool = False
     function: str = ""
-    """An opaque name of the function inside the tenant, for fair shares; empty for the base alone."""
+    """Opaque name of the function inside its tenant, for fair scheduling; empty for the base model alone."""
     weight: float = 1.0
-    """The tenant's."""
+    """The tenant's weight in fair scheduling."""
     slo_class: SloClass = "standard"
     ttft: float | None = None
-    """Seconds from receipt to the first token that the caller was promised."""
+    """Promised time from receipt to the first token, in seconds (SLO); None: nothing is promised."""
     tpot: float | None = None
-    """Seconds between two tokens that the caller was promised."""
+    """Promised time between two tokens, in seconds (SLO); None: nothing is promised."""
     generated: list[int] = []
-    """Tokens that another node has generated for this request, and has sent. They count as its output, `max_tokens`
-    included; the node continues after them, and sends what comes next."""
+    """Ids of tokens that another node has already generated and sent for this request. They count as output, also for
+    `max_tokens`. This node continues after them and sends only further tokens."""
     reserved: int = 0
-    """Places that are kept for its function. In a full queue it may displace the tenant's calls of other functions,
-    while fewer of its function's than that wait there."""
+    """Number of places reserved for the request's function. In a full queue the request may displace the tenant's calls
+    of other functions, while fewer calls of that function than this wait there."""
     place: int = 0
-    """Number of the place that is reserved for it (cluster.received); 0: it has none."""
+    """Number of the place reserved for the request (cluster.received); 0: the place has no number."""
     v: int = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)  # a plain default would not be sent
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Log probability of a token, and of the most likely tokens at its position."""
+
     token: str
     token_id: int
     logprob: float
     top: list[TopLogprob] = []
     rank: int = 0
-    """Rank of a prompt's token in the whole vocabulary; 1 is the likeliest. 0: not asked for."""
+    """Rank of a prompt token in the full vocabulary; 1 is the likeliest. 0: not requested."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
+    """Log probability of one of the most likely tokens."""
+
     token: str
     token_id: int
     logprob: float
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omit_defaults=True):
-    """The request left the queue."""
+    """Event: the request left the queue."""
 
     node: str
     cold_start: str
-    """Tier of the adapter when the request arrived: none (on the device, or base), host, disk, absent."""
+    """Tier of the adapter when the request arrived: none (on the device, or base model alone), host, disk or absent."""
     v: int = PROTOCOL_VERSION
 
 
 class Token(msgspec.Struct, frozen=True, tag_field="event", tag="token", omit_defaults=True):
-    """Newly decoded text. `text` may be empty (a character is incomplete, or a stop string may be starting)."""
+    """Newly decoded tokens and their text. `text` may be empty while a character is incomplete or a stop string may be
+    starting."""
 
     text: str
     token_ids: list[int]
@@ -149,78 +161,82 @@ class Token(msgspec.Struct, frozen=True, tag_field="event", tag="token", omit_de
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag_field="event", tag="prompt_logprobs", omit_defaults=True):
-    """Log probabilities of the prompt's tokens from `index` on; the prompt's first token has none. All come before the
-    first Token."""
+    """Log probabilities of the prompt's tokens from `index` on. The prompt's first token has none. All of these events
+    precede the first Token."""
 
     index: int
     logprobs: list[TokenLogprob]
 
 
 class ColdStart(msgspec.Struct, frozen=True):
-    """Time that the adapter's load cost this request (seconds); `exposed` is time in which computation waited for
-    bytes."""
+    """Times (seconds) that loading the adapter cost this request. `exposed` is the time in which computation waited for
+    the adapter's bytes."""
 
     state: str
     plan: str
-    """none, wait, pipeline or assist"""
+    """Loading strategy: none, wait, pipeline or assist."""
     load: float
-    """0: not at its end when the request ended; so is `fetch`"""
+    """Duration of the load; 0: the load had not ended when the request did. The same holds for `fetch`."""
     exposed: float
     fetch: float = 0.0
-    """of `load`, until the adapter was in the node's host memory"""
+    """Part of `load` until the adapter was in the node's host memory."""
     layers_cpu: int = 0
     layers_device: int = 0
-    """layers of prompt chunks that began before the whole adapter was there, by where its part was computed"""
+    """Layers whose adapter part was computed on the CPU (`layers_cpu`) or on the device. They are summed over the
+    prompt chunks that began before the load had ended."""
     replays: int = 0
-    """chunks computed again because a CPU worker failed"""
+    """Number of prompt chunks computed again because a CPU worker failed."""
     forecast: float = 0.0
-    """what `exposed` was planned to be"""
+    """Value of `exposed` that the node had planned with."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds on the node: in the queue (while more than its adapter's bytes kept it there), from then to the first
-    token, and in all."""
+    """Durations (seconds) of a request on the node. `queue` is the time in the queue, without waiting for its adapter's
+    bytes alone. `prefill` is the time from then to the first token. `total` is the time on the node in all."""
 
     queue: float
     prefill: float
     total: float
     cold_start: ColdStart
     preemptions: int = 0
-    """Number of times that the request was preempted by a strict one and computed again."""
+    """Number of times that a strict request preempted this one, so that it was computed again."""
     device: float = 0.0
-    """Share by tokens of the passes that computed it. 0 also where it is not reported."""
+    """Device time (seconds) of the request: its share, by tokens, of the passes that computed it. 0 also when not
+    reported."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):
+    """Event: the request ended normally; the last of its events."""
+
     finish_reason: str
-    """stop, length, timeout or cancelled"""
+    """Reason for the end: stop, length, timeout or cancelled."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     timing: Timing
     text: str = ""
-    """Text that was still held back for an incomplete character or a possible stop string."""
+    """Remaining text, held back until now for an incomplete character or a possible stop string."""
     stop_reason: int | str | None = None
-    """The stop string, or the one of `stop_token_ids`, that ended the text. None: something else did."""
+    """Stop string, or id from `stop_token_ids`, that ended the text. None: something else ended it."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="event", tag="failed", omit_defaults=True):
-    """The request ended in an error; `type` is one of cluster.errors.STATUS."""
+    """Event: the request ended in an error. `type` is a key of cluster.errors.STATUS."""
 
     type: str
     message: str
     retryable: bool = False
-    """No token was computed here, and another node may well succeed."""
+    """True: no token was computed here, and another node may succeed."""
     retry_after: float | None = None
     damaged: str = ""
-    """The digest of the adapter, when its artifact in the registry is damaged or missing."""
+    """Digest of the adapter, when its artifact in the registry is damaged or missing; else empty."""
 
 
 Event = Started | PromptLogprobs | Token | Done | Failed
 
 
 class VersionMismatch(ValueError):
-    """The other side speaks a protocol version that this side does not."""
+    """The peer uses a protocol version that this release does not support."""
 
 
 def check_version(v: int) -> None:
@@ -234,12 +250,12 @@ _event_decoder = msgspec.msgpack.Decoder(Event)
 
 
 def encode_event(event: Event) -> bytes:
-    """Returns one frame with the event."""
+    """Returns the event encoded as one frame."""
     return frame(_event_encoder.encode(event))
 
 
 def decode_event(body: bytes) -> Event:
-    """Returns the event of a frame's body. Raises msgspec.DecodeError when the body is not an Event of this
+    """Returns the event that a frame's body encodes. Raises msgspec.DecodeError when the body is not an Event of this
     protocol."""
     event: Event = _event_decoder.decode(body)
     return event

@@ -1,4 +1,4 @@
-"""Checks whether a performance model that a node published can be used."""
+"""Checks of the performance model that a node published."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import msgspec
 from cluster.performance_model import PerformanceModel
 
 MAX_SECONDS = 1e6
-"""Largest coefficient or latency: more is no measurement. Keeps sums of products finite."""
+"""Maximum coefficient or latency: larger values can't be measurements. The limit keeps sums of products finite."""
 MIN_BANDWIDTH = 1.0
-"""Bytes per second."""
+"""Minimum bandwidth of a transfer, in bytes per second."""
 
 OFF = 1.3
-"""Observed over forecast times; a model is off above it, and below its inverse."""
+"""Ratio of observed to forecast time above which a model counts as far off; below the inverse too."""
 
 
 def is_off(ratio: float | None) -> bool:
-    """Returns whether a node's performance model is far off. `ratio`: the node's `forecast_ratio` of its last passes;
-    None, when it has measured none, is not off."""
+    """Returns whether a node's performance model is far off. `ratio` is the node's `forecast_ratio`; None, without
+    measured passes, is not far off."""
     return ratio is not None and not 1.0 / OFF <= ratio <= OFF
 
 
 def problem_of(model: PerformanceModel, base: str = "") -> str | None:
-    """Returns what is wrong with the model, naming the field; None when nothing is. `base`: what its node serves;
-    empty: not known yet.
+    """Returns the problem of the model, with the name of the field; None if it has none. `base`: fingerprint of the
+    base that the node serves; empty: not known yet.
 
-    A NaN would make every comparison false, a negative coefficient would make a crowded node look the cheapest, and a
-    bandwidth of 0 a load infinite.
+    A NaN would make every comparison false. A negative coefficient would make a crowded node look the cheapest. A
+    bandwidth of 0 would make a load infinite.
     """
     for part in ("decode", "prefill", "to_device", "from_store"):
         for field, value in msgspec.structs.asdict(getattr(model, part)).items():

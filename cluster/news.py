@@ -1,7 +1,8 @@
-"""Reports of nodes: a heartbeat that changes all the time, facts that hardly do, and the adapters that a node holds.
+"""Reports of nodes: a heartbeat that changes all the time, facts that rarely change, and the adapters that a node
+holds.
 
-A node posts a NodeReport every RECORD_INTERVAL seconds. It passes on only what changed since the gateway last took it
-in.
+A node posts a NodeReport every RECORD_INTERVAL seconds. The report has only the facts and adapters that changed since
+the last report that the gateway accepted.
 """
 
 from __future__ import annotations
@@ -17,95 +18,100 @@ from cluster.performance_model import PerformanceModel
 from cluster.received import Received
 
 RECORD_INTERVAL = 0.2
-"""Seconds between two records of a node."""
+"""Time between two reports of a node."""
 RECORD_EXPIRY = 2.0
-"""Seconds after which a node that sent no record counts as gone."""
+"""Time after which a node that has sent no report counts as gone."""
 WHOLE = -1
 ABSENT_TIER = "absent"
 
 
 class Resident(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that a node holds."""
+
     digest: str
     tier: str
-    """device, host or disk; ABSENT_TIER: it is not there any more"""
+    """Tier of the adapter: device, host or disk. ABSENT_TIER: the node no longer holds it."""
     bytes: int
     in_use: int
-    """Requests that hold a lease."""
+    """Number of requests that hold a lease on the adapter."""
 
 
 class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
     """Room that the next strict request finds on a node."""
 
     rows: int = 0
-    """Rows that it could have at once: free ones, and those that best-effort requests would give up to it."""
+    """Batch rows that it could get at once: free rows, and rows that best-effort requests would give up."""
     blocks: int = 0
-    """The same of KV blocks."""
+    """KV blocks that it could get at once, counted the same way."""
     queued: int = 0
-    """Strict requests that wait before it."""
+    """Number of strict requests queued before it."""
     prompt_tokens: int = 0
-    """Tokens of strict requests, waiting and running, that are not computed yet: they come before others'."""
+    """Prompt tokens of queued and running strict requests that are not computed yet. They are computed before the
+    prompts of other requests."""
     paused_rows: int = 0
-    """Rows that a step has fewer on average while best effort pauses for a strict request's time between tokens."""
+    """Average number of rows by which a step shrinks while best-effort requests pause to keep a strict request's
+    TPOT."""
     paused_contexts: int = 0
-    """The same of their contexts' tokens."""
+    """Average number of context tokens by which a step shrinks during such a pause."""
     tightest_tpot: float | None = None
-    """NodeRecord's, of strict requests alone: best effort pauses as far as it asks for."""
+    """Tightest TPOT (seconds) promised to strict requests alone. Best-effort requests pause as often as it requires."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Part of a report that changes all the time: sums and maxima, so that its size depends on nothing (some 200
-    bytes). New fields come last."""
+    """Part of a report that changes all the time. It holds sums and maxima only, so its size (some 200 bytes) does not
+    depend on the load. New fields come last."""
 
     id: str
     epoch: str
-    """Drawn at each start of the API process: a new epoch replaces the old record whatever `seq` says."""
+    """Random id drawn at each start of the API process. A new epoch replaces the old record, whatever its `seq`."""
     seq: int
     state: str
-    """warming, ready or draining"""
+    """State of the node: warming, ready or draining."""
     running: int
     queued: int
     kv_blocks_free: int
     contexts: int = 0
-    """Tokens, summed over running requests."""
+    """Context tokens, summed over the running requests."""
     max_rank: int = 0
-    """Largest rank of the adapters of all requests, waiting and running."""
+    """Largest adapter rank among all queued and running requests."""
     request_ranks: int = 0
-    """Summed over these requests."""
+    """Adapter ranks, summed over all queued and running requests."""
     adapter_ranks: int = 0
-    """The same, but an adapter that several running requests share counts once."""
+    """The same sum, with an adapter that several running requests share counted once."""
     prompt_tokens_left: int = 0
-    """Tokens of prompts, waiting and running, that are not computed yet."""
+    """Prompt tokens of queued and running requests that are not computed yet."""
     tightest_tpot: float | None = None
-    """Tightest SLO on the time between two tokens (seconds) of all requests here, waiting or running. SLOs that the
-    node could not keep for one request alone are left out."""
+    """Tightest TPOT (time between two tokens, seconds) promised to a queued or running request. SLOs that the node
+    could not meet even for a single request are left out."""
     strict: StrictRoom | None = None
-    """Room for strict requests. None: not reported, and strict requests find what all find."""
+    """Room for strict requests. None: not reported, and strict requests find the same room as all others."""
     loading_bytes: int = 0
-    """Bytes on their way to the device."""
+    """Bytes being transferred to the device."""
     adapter_bytes_free: int = 0
     forecast_ratio: float | None = None
-    """Median of observed / forecast over its last passes, by `performance`; None: it has computed none."""
+    """Median ratio of observed to forecast time over the node's last passes, by its `performance` model. None: no
+    passes yet."""
     measuring: float | None = None
-    """Progress of the measurement that will give it a `performance` (0 to 1); None: none is running."""
+    """Progress (0 to 1) of the measurement that will give the node a `performance` model; None: none is running."""
     received: Received = Received()
-    """Reserved places that have become requests; ends their reservations."""
+    """Reserved places whose requests the node has received; their reservations end."""
     v: int = PROTOCOL_VERSION
     prefetches: int = 0
-    """Predicted ones that are under way."""
+    """Number of forecast-driven prefetches in progress."""
     prefetch_useful_bytes: int = 0
-    """Bytes of predicted prefetches since the engine's start that had come when the adapter was called."""
+    """Bytes of forecast-driven prefetches, since the engine's start, that had arrived when the adapter was called."""
     prefetch_late_bytes: int = 0
-    """Bytes that were still to come when it was called."""
+    """Bytes of forecast-driven prefetches that had not arrived yet when the adapter was called."""
     prefetch_wasted_bytes: int = 0
-    """Bytes of adapters that were evicted, or no longer wanted, before they were called."""
+    """Bytes of prefetched adapters that were evicted, or no longer wanted, before they were called."""
     gpu_load: GpuLoad | None = None
-    """Load of its GPU. None: it has no GPU, or can't read it."""
+    """Load of the node's GPU. None: the node has no GPU, or can't read its load."""
     best_effort: int = 0
-    """Requests of this class, of `running` and `queued`."""
+    """Number of best-effort requests among `running` and `queued`."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Part of a report that hardly ever changes, and is sent when it does."""
+    """Part of a report that rarely changes, and is sent only when it has changed."""
 
     url: str
     base: str
@@ -115,35 +121,37 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_blocks: int
     block_tokens: int
     max_rows: int = 0
-    """Requests that it computes at once; 0: not known yet."""
+    """Maximum number of requests in one batch; 0: not known yet."""
     performance: PerformanceModel | None = None
     """Measured performance model; None: not measured."""
     adapter_bytes: int = 0
     host_bytes: int = 0
-    """Bytes of host memory for adapters. 0: not reported."""
+    """Host memory for adapters, in bytes; 0: not reported."""
     largest_adapter: int = 0
-    """Bytes that one adapter may have here; calls of a larger one are answered `too_large`. 0: not reported."""
+    """Maximum size of one adapter on this node, in bytes. Calls of a larger adapter are answered `too_large`. 0: not
+    reported."""
     adapter_itemsize: int = 0
-    """Bytes of an element of an adapter's weights here, whatever its file has. 0: not reported."""
+    """Bytes per element of adapter weights on this node, whatever the dtype of the file. 0: not reported."""
     takes_wants: bool = True
-    """True: it prefetches what is wanted before it is called. False: of that only what is provisioned."""
+    """True: the node prefetches all adapters that are wanted. False: it prefetches only those that are provisioned."""
     device: str = ""
     error: str = ""
     """Reason why the engine is not ready."""
     pool: str = ""
-    """The node pool that it belongs to; empty: none."""
+    """Node pool that the node belongs to; empty: none."""
     cpu_workers: int | None = None
-    """CPU LoRA workers that help cold calls; None: not reported."""
+    """Number of CPU LoRA workers that assist cold calls; None: not reported."""
     cpu_workers_reason: str = ""
-    """Reason for their number."""
+    """Reason for the number of CPU workers."""
     cpu_workers_ms: dict[str, float] = {}
-    """Milliseconds by which their number was decided, by name: `warm`, `exposed`, `first_token_assist`, ..."""
+    """Measured times (milliseconds, by name) that decided the number of CPU workers: `warm`, `exposed`,
+    `first_token_assist`, ..."""
     gpu: GpuFacts | None = None
-    """Facts of its GPU. None: it has no GPU, or can't read it."""
+    """Facts of the node's GPU. None: the node has no GPU, or can't read them."""
 
 
 class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
-    """A node as the scheduler sees it: its latest Heartbeat with its latest Facts."""
+    """Record of a node: its latest Heartbeat together with its latest Facts."""
 
     url: str
     base: str
@@ -169,19 +177,22 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
 
 
 def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:
+    """Returns the node's record made of its heartbeat and facts."""
     return NodeRecord(**msgspec.structs.asdict(heartbeat), **msgspec.structs.asdict(facts))
 
 
 def heartbeat_from(record: NodeRecord) -> Heartbeat:
+    """Returns the heartbeat that the record contains."""
     return Heartbeat(**{name: getattr(record, name) for name in Heartbeat.__struct_fields__})
 
 
 def facts_from(record: NodeRecord) -> Facts:
+    """Returns the facts that the record contains."""
     return Facts(**{name: getattr(record, name) for name in Facts.__struct_fields__})
 
 
 class RankSums(TypedDict):
-    """The sums of ranks in a NodeRecord."""
+    """Sums of ranks in a NodeRecord."""
 
     max_rank: int
     request_ranks: int
@@ -189,8 +200,8 @@ class RankSums(TypedDict):
 
 
 def rank_sums(running: Sequence[tuple[Hashable, int]], waiting: Sequence[int]) -> RankSums:
-    """Returns the sums of ranks over a node's requests. `running`: for each request what names its adapter, None for
-    the base alone, and its rank; `waiting`: ranks."""
+    """Returns the sums of ranks over a node's requests. `running` has one (adapter key, rank) pair per request; the key
+    is None for the base model alone. `waiting` has the rank of each queued request."""
     ranks = [*(rank for _, rank in running), *waiting]
     adapters = {adapter: rank for adapter, rank in running if adapter is not None}
     return RankSums(
@@ -201,18 +212,19 @@ def rank_sums(running: Sequence[tuple[Hashable, int]], waiting: Sequence[int]) -
 
 
 class Changes(msgspec.Struct, frozen=True, array_like=True):
-    """Changes of a node's facts and residents since a change that the receiver may know. Changes are numbered, and each
-    entry says how it is now, so that a change may be sent twice."""
+    """Changes of a node's facts and residents since an earlier change. Changes are numbered. Each entry has the current
+    state of its adapter, so a change may be sent twice."""
 
     since: int = WHOLE
-    """Number of the change behind which this begins. WHOLE: this is everything, and what is not in it is not there."""
+    """Number of the change after which these begin. WHOLE: the list is complete, and the node holds no other
+    adapters."""
     at: int = 0
-    """Number of the last change."""
+    """Number of the last change included."""
     residents: list[Resident] = []
 
 
 class NodeReport(msgspec.Struct, frozen=True, array_like=True):
-    """Report of a node to the gateway."""
+    """Report of a node to the gateway: its heartbeat, and what has changed."""
 
     heartbeat: Heartbeat
     facts: Facts | None = None
@@ -221,11 +233,12 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 def full_report(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> NodeReport:
-    """Returns news with all that there is to report of a node."""
+    """Returns a report with everything about a node: heartbeat, facts and all residents. `at` is the number of the last
+    change."""
     return NodeReport(heartbeat_from(record), facts_from(record), Changes(WHOLE, at, list(residents)))
 
 
 class FullReportRequest(msgspec.Struct, frozen=True):
-    """The gateway's reply to NodeReport when it does not know what they build on."""
+    """The gateway's reply to a NodeReport that builds on changes it has not received: it requests a full report."""
 
     wanted: Literal["whole"] = "whole"

@@ -1,8 +1,9 @@
 """Snapshot of the nodes in one process: their latest records, when each was last seen, and reserved places.
 
-It decides nothing about who may write it: MemoryClusterState owns one, and RedisClusterState keeps one as a mirror.
-`now` is monotonic seconds of this process. `aged`, and when a node was last seen, are of the clock by which records
-grow old. That is the same one, unless the owner knows of times in which no record could have come.
+The book does not decide who may write to it. MemoryClusterState owns one; RedisClusterState keeps one as a mirror.
+`now` is monotonic seconds of this process. `aged` and `last_seen` are seconds of the clock by which the age of records
+is measured. Both clocks are the same, unless the owner knows of periods in which no record could arrive: `aged` leaves
+these out.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from cluster.news import WHOLE, Heartbeat, NodeRecord, NodeReport, Resident, fac
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
-"""An expired record is kept this long, so that streams of a silent node can learn for how long it has been silent."""
+"""Time for which an expired record is kept, counted from when the node was last seen. Until then streams from a silent
+node can ask for how long it has been silent."""
 PAST_EPOCHS = 8
-"""Replaced epochs remembered per node, so that a record delayed on its way can't bring back a dead process."""
+"""Number of replaced epochs remembered per node, so that a delayed record can't revive a dead process."""
 
 
 class TooManyNodes(ValueError):
-    """The state is full of other nodes."""
+    """The book already has `max_nodes` other nodes."""
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -34,20 +36,20 @@ class NodeView(msgspec.Struct, frozen=True):
 
     record: NodeRecord
     reserved: int
-    """Reserved places that the node has not acknowledged yet."""
+    """Number of reserved places that the node has not acknowledged yet."""
     age: float
-    """Seconds since the record came in, by the receiver's clock."""
+    """Seconds since the record arrived, by the receiver's clock."""
     residents: Mapping[str, Resident]
-    """Adapters of the node by digest. Changes with the node's reports."""
+    """Adapters that the node holds, by digest. A live view: it changes with the node's reports."""
 
 
 class _Place(NamedTuple):
-    """A place that is held on a node."""
+    """A place reserved on a node."""
 
     end: float
-    """Time at which it ends by itself."""
+    """Monotonic time (seconds) at which the reservation expires."""
     number: int
-    """0: it has none."""
+    """Number of the place (cluster.received); 0: the place has no number."""
 
 
 class _Node:
@@ -55,41 +57,47 @@ class _Node:
         self.row = row
         self.record: NodeRecord
         self.at = 0
-        """Number of the last change that is known of its facts and residents."""
+        """Number of the last known change of the node's facts and residents."""
         self.places: dict[str, _Place] = {}
         """Reserved places by request."""
         self.past: deque[str] = deque(maxlen=PAST_EPOCHS)
-        """Epochs that were replaced."""
+        """Replaced epochs of the node, oldest first."""
 
 
 class NodeBook:
+    """Records of the nodes, their residents and reserved places in one process. Not thread-safe."""
+
     def __init__(self, *, expiry: float, max_nodes: int, forget_seconds: float = FORGET_SECONDS) -> None:
         self.expiry = expiry
         self.max_nodes = max_nodes
         self.forget_seconds = forget_seconds
         self.table = NodeTable(max_nodes)
         self._next_expiry = math.inf
-        """No node that is alive ceases to be before this time by the clock of `aged`."""
+        """Lower bound on the time at which the next live node expires, by the clock of `aged`."""
         self._nodes: dict[str, _Node] = {}
         self._ends: list[tuple[float, str, str]] = []
-        """A heap of (end, node, request); entries of places that ended sooner stay until their time."""
+        """Heap of (end, node id, request id). Entries of places that ended early stay until their `end`."""
 
     def record(self, node_id: str) -> NodeRecord | None:
+        """Returns the node's latest record; None for an unknown node."""
         node = self._nodes.get(node_id)
         return None if node is None else node.record
 
     def last_seen(self, node_id: str) -> float:
-        """Returns when the node's last record came, by the clock of `aged`; -inf when the node is unknown."""
+        """Returns the time at which the node's last record arrived, by the clock of `aged`; -inf for an unknown
+        node."""
         node = self._nodes.get(node_id)
         return -math.inf if node is None else float(self.table.last_seen[node.row])
 
     def ids(self) -> list[str]:
+        """Returns the ids of all nodes in the book, expired ones included."""
         return list(self._nodes)
 
     def is_newer(self, heartbeat: Heartbeat, aged: float) -> bool:
-        """Returns whether the heartbeat is newer than what is known of its node. Within an epoch the greater `seq`
-        wins; a new epoch is a new process. An epoch that was replaced counts again when the one that replaced it is
-        silent: what a dead process had sent may have come late."""
+        """Returns whether the heartbeat is newer than the known record of its node. Within an epoch the greater `seq`
+        is newer. A new epoch is a new process, and so is newer. A replaced epoch counts as newer again once the epoch
+        that replaced it has been silent for `expiry` seconds: a delayed heartbeat of a dead process may have replaced
+        the live one."""
         node = self._nodes.get(heartbeat.id)
         if node is None:
             return True
@@ -98,7 +106,7 @@ class NodeBook:
         return heartbeat.epoch not in node.past or aged - self.last_seen(heartbeat.id) >= self.expiry
 
     def needs_full_report(self, news: NodeReport) -> bool:
-        """Returns whether the news build on what is not known here."""
+        """Returns whether the report builds on changes that this book has not received."""
         changes = news.changes
         if changes.since == WHOLE:
             return news.facts is None
@@ -106,8 +114,9 @@ class NodeBook:
         return node is None or node.record.epoch != news.heartbeat.epoch or changes.since > node.at
 
     def put(self, news: NodeReport, last_seen: float) -> None:
-        """Takes in what a node reports, whatever its `seq`; the news must not lack anything. Ends the places of
-        requests that came, and all places of an epoch before. Raises TooManyNodes."""
+        """Applies a node's report, whatever its `seq`. The report must not need a full report first
+        (`needs_full_report`). Frees the places of requests that the node has received, and all places of an earlier
+        epoch. Raises TooManyNodes."""
         heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == WHOLE
         node = self._nodes.get(heartbeat.id)
         if node is None and len(self._nodes) >= self.max_nodes:
@@ -133,12 +142,13 @@ class NodeBook:
         self._next_expiry = min(self._next_expiry, last_seen + self.expiry)
 
     def news(self, node_id: str) -> NodeReport:
-        """Returns all that is known of a known node, for somebody who knows nothing."""
+        """Returns a full report of a node that is in the book, for a receiver that knows nothing of it."""
         node = self._nodes[node_id]
         return full_report(node.record, list(self.table.residents(node.row).values()), node.at)
 
     def hold(self, node_id: str, request_id: str, demand: Demand, end: float, number: int = 0) -> None:
-        """Holds a place on the node for the request, until `end` at the latest. Does nothing at an unknown node."""
+        """Reserves a place on the node for the request, until time `end` at the latest. Does nothing for an unknown
+        node."""
         node = self._nodes.get(node_id)
         if node is None:
             return
@@ -147,7 +157,7 @@ class NodeBook:
         self.table.reserve(node.row, request_id, demand)
 
     def drop(self, node_id: str, request_id: str) -> bool:
-        """Frees the request's place. Returns False, changing nothing, when it has ended already."""
+        """Frees the request's place. Returns False, and changes nothing, when that place has already ended."""
         node = self._nodes.get(node_id)
         if node is None or node.places.pop(request_id, None) is None:
             return False
@@ -155,22 +165,24 @@ class NodeBook:
         return True
 
     def drop_all(self, node_id: str) -> None:
+        """Frees all places reserved on the node."""
         node = self._nodes[node_id]
         for request_id in list(node.places):
             self.drop(node_id, request_id)
 
     def generation(self, node_id: str) -> int:
-        """Returns the generation of the node's row in the table; 0 of an unknown node."""
+        """Returns the generation of the node's row in the table; 0 for an unknown node."""
         node = self._nodes.get(node_id)
         return 0 if node is None else int(self.table.generation[node.row])
 
     def set_generation(self, node_id: str, generation: int) -> None:
+        """Sets the generation of the node's row in the table. Does nothing for an unknown node."""
         node = self._nodes.get(node_id)
         if node is not None:
             self.table.generation[node.row] = generation
 
     def current(self, now: float, aged: float) -> NodeTable:
-        """Returns the table, with places whose time is over given back, and with who is alive."""
+        """Returns the table as of now: expired places are freed, and nodes whose record has expired are not live."""
         while self._ends and self._ends[0][0] <= now:
             end, node_id, request_id = heapq.heappop(self._ends)
             node = self._nodes.get(node_id)
@@ -190,7 +202,7 @@ class NodeBook:
         self._next_expiry = float(self.table.last_seen[live[~late]].min(initial=math.inf)) + self.expiry
 
     def views(self, now: float, aged: float) -> list[NodeView]:
-        """Returns live nodes in the order of their ids."""
+        """Returns the live nodes, ordered by id."""
         table = self.current(now, aged)
         return [
             NodeView(
@@ -204,18 +216,20 @@ class NodeBook:
         ]
 
     def silence(self, node_id: str, epoch: str, aged: float) -> float:
-        """Returns the seconds since this epoch of the node was last seen; infinite when it is forgotten or replaced."""
+        """Returns the seconds since a report of this epoch of the node last arrived. Returns infinity when the node has
+        been forgotten or has another epoch."""
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf
         return max(0.0, aged - float(self.table.last_seen[node.row]))
 
     def forget(self, aged: float) -> None:
-        """Forgets nodes that have been silent for long."""
+        """Removes the nodes that have been silent for `forget_seconds`."""
         oldest = aged - self.forget_seconds
         for node_id in [name for name, node in self._nodes.items() if self.table.last_seen[node.row] <= oldest]:
             self.remove(node_id)
 
     def remove(self, node_id: str) -> None:
+        """Removes the node from the book and the table."""
         del self._nodes[node_id]
         self.table.remove(node_id)

@@ -1,4 +1,4 @@
-"""Work of a node as sums: of its record, computed once when it comes in, and of places reserved since."""
+"""Load of a node as sums: of its record, computed once when it arrives, and of places reserved since."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from cluster.news import NodeRecord
 from cluster.performance_model import PerformanceModel, PrefillModel
 
 MOST = 1 << 53
-"""No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
+"""Upper bound of all counts. Up to it a record's integers are exact as floats, and sums fit in 64 bits."""
 MARGIN = 0.8
-"""Share of a promised time between tokens that nodes plan passes with: forecasts err, and passes vary."""
+"""Fraction of a promised TPOT with which nodes plan their passes, because forecasts err and passes vary."""
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Demand of a reserved place on its node, until the node's own record shows the request."""
+    """Demand of a reserved place on a node, counted until the node's own record shows the request."""
 
     rank: int = 0
-    """the adapter's largest; 0: the base alone"""
+    """Largest rank of the adapter; 0: the base model alone."""
     prompt_tokens: int = 0
     max_tokens: int = 0
     tpot: float | None = None
-    """seconds, as promised"""
+    """Promised TPOT in seconds; None: nothing is promised."""
     displaces: bool = False
-    """True: it may take another request's place in a full queue. Either its tenant has less waiting, or it is strict
-    and takes one of best effort."""
+    """True: the request may displace another one in a full queue. Either its tenant has fewer requests waiting, or it
+    is strict and displaces a best-effort request."""
     slo_class: SloClass = "standard"
 
 
 class StrictLoad(msgspec.Struct, frozen=True):
-    """Room for the next strict request on a node: the record's news.StrictRoom, its numbers checked and KV blocks
-    counted in tokens."""
+    """Room for the next strict request on a node: StrictRoom of its record, with bounded counts and KV blocks as
+    tokens."""
 
     rows: int
     kv_tokens: int
@@ -43,11 +43,12 @@ class StrictLoad(msgspec.Struct, frozen=True):
     paused_rows: int
     paused_contexts: int
     tightest_tpot: float
-    """infinite where nobody strict was promised any"""
+    """Tightest TPOT (seconds) promised to a strict request; infinite when none is promised."""
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
-    """Counts from 0 to MOST. Ranks and prompts are those of running and waiting requests."""
+    """Load of a node from its record. Counts are from 0 to MOST. Ranks and prompt tokens are of running and queued
+    requests."""
 
     ready: bool
     running: int
@@ -63,16 +64,17 @@ class NodeLoad(msgspec.Struct, frozen=True):
     request_ranks: int
     adapter_ranks: int
     tightest_tpot: float
-    """seconds; infinite where nobody was promised any"""
+    """Tightest TPOT (seconds) promised to a request; infinite when none is promised."""
     loading_bytes: int
     strict: StrictLoad | None = None
     best_effort: int = 0
-    """of the running and queued ones"""
+    """Number of best-effort requests among the running and queued ones."""
     adapter_itemsize: int = 0
-    """bytes of an adapter's element on the device; 0: not reported"""
+    """Bytes per adapter element on the device; 0: not reported."""
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
+    """Returns the load that the record states, with all counts bounded."""
     return NodeLoad(
         ready=record.state == "ready",
         running=count(record.running),
@@ -111,18 +113,19 @@ def _strict_load(record: NodeRecord) -> StrictLoad | None:
 
 
 def _promise(tpot: float | None) -> float:
-    """Returns the promised seconds per token, infinite without a promise. What is no positive number counts as none:
-    NaN would hide the others."""
+    """Returns the promised TPOT in seconds; infinite without a promise. Values that are not positive, and NaN, count as
+    no promise: NaN would hide other values."""
     return tpot if tpot is not None and tpot > 0 else math.inf
 
 
 def count(value: int) -> int:
+    """Returns the value, clipped to 0 to MOST."""
     return min(max(value, 0), MOST)
 
 
 class ReservedLoad(msgspec.Struct):
-    """Sums over the requests with reserved places: prompt tokens, prompt + `max_tokens`, prompt tokens x rank, the
-    largest rank, and the requests of best effort."""
+    """Sums over the requests with reserved places. `tokens` is prompt + `max_tokens`; `token_ranks` is prompt tokens x
+    rank; `best_effort` counts the best-effort requests."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -133,6 +136,7 @@ class ReservedLoad(msgspec.Struct):
 
 
 def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
+    """Returns the sums over the demands of reserved places."""
     load = ReservedLoad()
     for demand in demands:
         load.tokens += demand.prompt_tokens + demand.max_tokens
@@ -145,34 +149,35 @@ def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
 
 
 def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> float:
-    """Returns the least of the promised seconds per token that the node could keep at least for one request alone;
-    infinite when there is none. A promise that it can't keep is not protected, or it would keep all others out. Nor is
-    what is no number: NaN would hide the others."""
+    """Returns the tightest promised TPOT (seconds) that the node could meet for a single request; infinite when there
+    is none. A promise that it can't meet is ignored, since it would keep all other requests out. NaN is ignored too,
+    since it would hide the other values."""
     lowest = model.decode.seconds(1, 0, 0) if model is not None else 0.0
     return min((tpot for tpot in promised if tpot >= lowest), default=math.inf)
 
 
 def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
-    """Returns the seconds that waiting prompts add to a pass, in which one that comes now is computed with them."""
+    """Returns the seconds that waiting prompts add to the prefill pass of a newly arriving prompt."""
     return model.per_token * tokens + model.per_token_rank * token_ranks
 
 
 class Availability(msgspec.Struct, frozen=True):
-    """Room and waiting time that a request which comes now would find."""
+    """Room and waiting time for a request that arrives now. `kv_room` is in tokens, `prompt_wait` and `saved` in
+    seconds."""
 
     rows_free: float
     kv_room: float
     prompt_wait: float
     saved: float = 0.0
     tightest_tpot: float = math.inf
-    """of strict requests"""
+    """Tightest TPOT (seconds) promised to strict requests."""
 
 
 def availability_for_strict(
     load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
 ) -> Availability:
-    """Returns what the next strict request finds on the node, given the reserved `demands`. A place of a best-effort
-    request does not count, for it is given up; that of a standard one does: it may be taken when a strict one comes."""
+    """Returns the availability of the node for the next strict request, given the reserved `demands`. Places of
+    best-effort requests do not count as taken, because they are given up. Places of standard requests do count."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     coming = [demand for demand in firm if demand.slo_class == "strict"]
     reserved, strict = reserved_load(firm), reserved_load(coming)

@@ -1,7 +1,7 @@
-"""Nodes as columns, so that a placement reads all of them at once.
+"""Table of the nodes in columns, so that a placement reads all nodes at once.
 
-The owner of the snapshot (cluster.state, the simulator) changes a node's row when a record comes in and when a place on
-it is reserved or released; policies only read. A row stays the node's own until the node is forgotten.
+The owner of the snapshot (cluster.state or the simulator) updates a node's row when a record arrives, and when a place
+is reserved or released. Policies only read. A node keeps its row until it is forgotten.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ __all__ = [
 ROW = np.dtype(
     [
         ("ready", "?"),  # neither warming nor draining
-        ("full", "?"),  # its queue
-        ("crammed", "?"),  # so full that it does not even take those who may take another's place in it
-        ("modelled", "?"),  # whether its performance model is its own; else it is ASSUMED
+        ("full", "?"),  # the queue has no place
+        ("crammed", "?"),  # the queue has no place even for requests that may displace another one
+        ("modelled", "?"),  # the node has a usable performance model; else it is ASSUMED
         ("max_context", "i8"),
         ("requests", "f8"),  # running, queued and reserved
         ("best_effort", "f8"),  # of them
         ("max_rank", "f8"),  # of them
-        ("capacity", "f8"),  # rows; infinite where the node does not tell
+        ("capacity", "f8"),  # maximum batch rows; infinite where not reported
         ("kv_tokens", "f8"),
-        # Each twice: as others find it, and as strict requests do, to whom best effort gives its places up.
+        # Two values each: for other requests, and for strict ones, to which best effort gives up its places.
         ("rows_free", "f8", 2),  # negative where requests wait for a row
-        ("kv_room", "f8", 2),  # tokens free beyond what reserved places will hold; infinite where it does not tell
-        ("prompt_wait", "f8", 2),  # seconds that the prompts before it add to the pass that computes it
-        ("tightest_tpot", "f8", 2),  # seconds, of all and of strict requests; infinite where nobody was promised any
-        ("strict_saved", "f8"),  # seconds that a step takes less while best effort pauses as often as it may
-        ("decode_there", "f8"),  # a step of all its requests, whatever their number
+        ("kv_room", "f8", 2),  # free KV tokens, less those of reserved places; infinite where not reported
+        ("prompt_wait", "f8", 2),  # seconds that waiting prompts add to a new one's pass
+        ("tightest_tpot", "f8", 2),  # seconds, of all and of strict requests; infinite without a promise
+        ("strict_saved", "f8"),  # seconds by which a step is shorter while best effort pauses as often as it may
+        ("decode_there", "f8"),  # seconds of a step of all its requests, whatever their number
         ("decode_base", "f8"),
-        ("decode_next_row", "f8"),  # what one more adds to it by being a row
+        ("decode_next_row", "f8"),  # seconds that one more row adds to it
         ("decode_per_row", "f8"),  # the same beyond `flat_rows`
         ("flat_rows", "i8"),
         ("decode_per_context", "f8"),
@@ -66,18 +66,18 @@ ROW = np.dtype(
         ("prefill_per_token", "f8"),
         ("prefill_per_token2", "f8"),
         ("prefill_per_token_rank", "f8"),
-        ("adapter_itemsize", "f8"),  # bytes of an adapter's element on the device; 0 where it does not tell
-        ("device_wait", "f8"),  # until another load's first byte
+        ("adapter_itemsize", "f8"),  # bytes of an adapter's element on the device; 0: not reported
+        ("device_wait", "f8"),  # seconds until another load's first byte
         ("device_per_byte", "f8"),
         ("store_latency", "f8"),
         ("store_per_byte", "f8"),
         ("exposed_share", "f8"),
     ]
 )
-"""Columns that follow from a node's record, the places reserved on it and its model."""
+"""Columns that are computed from a node's record, the places reserved on it and its performance model."""
 COLUMNS = ("live", "last_seen", *(ROW.names or ()))
 STANDARD, STRICT = range(2)
-"""Index of the columns with two values."""
+"""Indices into the columns with two values."""
 
 
 ASSUMED = PerformanceModel(
@@ -87,35 +87,36 @@ ASSUMED = PerformanceModel(
     to_device=Transfer(latency=1e-3, bandwidth=8e9),
     from_store=Transfer(latency=2e-2, bandwidth=2e8),
 )
-"""Model of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10,
-roughly."""
+"""Performance model of a node without measurements, so that it counts neither as free nor as unusable. It is roughly a
+7B model on an A10."""
 
 
 log = logging.getLogger("cluster")
 
 
 class Serving(NamedTuple):
-    """The nodes that serve a base."""
+    """Nodes that serve a base model."""
 
     rows: np.ndarray
-    """i64, ascending; not to be changed"""
+    """Rows of the nodes, i64[nodes], ascending. Must not be changed."""
     shortest: int
-    """tokens of context on the node that has the least; 0 when there is none"""
+    """Smallest maximum context (tokens) of the nodes; 0 without nodes."""
     longest: int
 
 
 class NodeTable:
-    """`columns.name[row]` is a node's value; rows without a node are not live."""
+    """Columns of values by row: `table.NAME[row]` is a node's value of column NAME. Rows without a node are not
+    live."""
 
     def __init__(self, capacity: int) -> None:
         self.ids: list[str | None] = [None] * capacity
         self.generation = np.zeros(capacity, np.int64)
-        """Rises with every reservation on the node, by whomever."""
+        """Counter per row that rises with every reservation on the node, whichever worker makes it."""
         self.table = np.zeros(capacity, ROW)
         self.live = np.zeros(capacity, np.bool_)
-        """True: the node's record has not expired."""
+        """bool[rows]: whether the node's record has not expired."""
         self.last_seen = np.zeros(capacity, np.float64)
-        """Time at which its record came in, by the receiver's clock."""
+        """f64[rows]: time (seconds, receiver's clock) at which the node's last record arrived."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
@@ -125,48 +126,52 @@ class NodeTable:
         self._loads: list[NodeLoad | None] = [None] * capacity
         self._models = [ASSUMED] * capacity
         self._serving: dict[str, Serving] = {}
-        """Nodes that serve each base. Emptied when a node comes, goes, or changes what counts here: records come all
-        the time, and hardly any of them does."""
+        """Cache of the nodes that serve each base. It is cleared when a node is added, expires, is removed, or changes
+        a field that counts for it. Most records change none of these."""
         self.now = math.nan
-        """Time at which the table was last read, by the clock of `last_seen`; NaN where nobody keeps it."""
+        """Time of the last read of the table, by the clock of `last_seen`. It is NaN where the owner does not set
+        it."""
         vars(self).update({name: self.table[name] for name in ROW.names or ()})
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> np.ndarray:
-            """Returns the column of this name over all rows."""
+            """Returns the column of this name, with one value per row."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, node_id: str) -> int | None:
+        """Returns the node's row; None for an unknown node."""
         return self._rows.get(node_id)
 
     def record(self, row: int) -> NodeRecord:
+        """Returns the latest record of the row's node."""
         record = self._records[row]
         assert record is not None
         return record
 
     def load(self, row: int) -> NodeLoad:
-        """Returns the load of the node's latest record."""
+        """Returns the load from the node's latest record."""
         load = self._loads[row]
         assert load is not None
         return load
 
     def model(self, row: int) -> PerformanceModel:
-        """Returns the performance model that forecasts of the node use; ASSUMED where its own is missing or wrong."""
+        """Returns the performance model used for forecasts of the node; ASSUMED when its own is missing or unusable."""
         return self._models[row]
 
     def tiers(self, digest: str) -> dict[int, int]:
-        """Returns where the adapter is: row -> DEVICE, HOST or DISK. Not to be changed."""
+        """Returns the adapter's tier (DEVICE, HOST or DISK) by row. The result must not be changed."""
         return self._residents.tiers(digest)
 
     def users(self, digest: str) -> set[int]:
-        """Returns the rows of the nodes where requests hold a lease on the adapter. Not to be changed."""
+        """Returns the rows of the nodes on which requests hold a lease on the adapter. The result must not be
+        changed."""
         return self._residents.users(digest)
 
     def serving(self, base: str) -> Serving:
-        """Returns the nodes that are live, ready, and of this base."""
+        """Returns the nodes of this base that are live and ready."""
         serving = self._serving.get(base)
         if serving is None:
             rows = np.flatnonzero(self.live & self.ready)
@@ -176,17 +181,19 @@ class NodeTable:
         return serving
 
     def model_problem(self, row: int) -> str | None:
-        """Returns why the model that the node publishes is not believed; None where it is, or where there is none."""
+        """Returns the problem of the performance model that the node publishes; None if it has none, or publishes no
+        model."""
         return self._problems.get(row)
 
     def rows(self) -> Iterator[int]:
+        """Returns the rows that have a node, ascending."""
         return iter(sorted(self._rows.values()))
 
     def residents(self, row: int) -> Mapping[str, Resident]:
-        """Returns the adapters that the node holds, by digest. Not to be changed; changes with the node's news."""
+        """Returns a live view of the adapters that the node holds, by digest. It must not be changed."""
         return self._residents.residents(row)
 
-    # --- for whoever keeps the picture
+    # --- for the owner of the table
 
     def put(
         self,
@@ -197,8 +204,9 @@ class NodeTable:
         changed: Sequence[Resident] = (),
         acknowledged: Iterable[str] = (),
     ) -> int:
-        """Takes a record in, and ends the reservations that are `acknowledged`. `residents`: all of them; None: as they
-        were, but for the `changed` ones. Returns the node's row. Raises IndexError when the table is full."""
+        """Applies a node's record, and ends the reservations that are `acknowledged`. `residents` are all adapters of
+        the node; None: unchanged, except for the `changed` ones. Returns the node's row. Raises IndexError when the
+        table is full."""
         row = self._rows.get(record.id)
         if row is None:
             row = self._rows[record.id] = self._free.pop()
@@ -222,11 +230,12 @@ class NodeTable:
         return row
 
     def expire(self, row: int) -> None:
-        """Marks the row's node as gone: its record is too old."""
+        """Marks the row's node as not live: its record is too old."""
         self.live[row] = False
         self._serving.clear()
 
     def remove(self, node_id: str) -> None:
+        """Removes the node and clears its row. Does nothing for an unknown node."""
         row = self._rows.pop(node_id, None)
         if row is None:
             return
@@ -239,8 +248,8 @@ class NodeTable:
         self._free.append(row)
 
     def reserve(self, row: int, request_id: str, demand: Demand) -> None:
-        """Adds a reservation of the request to the row. A known one changes the generation alone: a worker receives its
-        own reservations twice."""
+        """Adds a reservation of the request to the row. A reservation that is already there only raises the generation,
+        because a worker receives its own reservations twice."""
         is_known = self._demands[row].get(request_id) == demand
         self._demands[row][request_id] = demand
         self.generation[row] += 1
@@ -248,20 +257,20 @@ class NodeTable:
             self._refresh(row)
 
     def takes(self, row: int, demand: Demand) -> bool:
-        """Returns whether there is a place for the demand in the node's queue."""
+        """Returns whether the node's queue has a place for the demand."""
         return not (self.crammed if demand.displaces else self.full)[row]
 
     def release(self, row: int, request_id: str) -> None:
-        """Gives the request's reservation back; does nothing when it has ended already."""
+        """Removes the request's reservation. Does nothing when it has already ended."""
         if self._demands[row].pop(request_id, None) is not None:
             self._refresh(row)
 
     def reservations(self, row: int) -> dict[str, Demand]:
-        """Returns the demands of the reservations on the node, by request. Not to be changed."""
+        """Returns the demands of the reservations on the node, by request id. The result must not be changed."""
         return self._demands[row]
 
     def _refresh(self, row: int) -> None:
-        """Computes the row's columns that follow from record, reservations and model."""
+        """Recomputes the row's columns from its record, reservations and model."""
         load, demands, model = self.load(row), list(self._demands[row].values()), self._models[row]
         reserved, decode, prefill = reserved_load(demands), model.decode, model.prefill
         waiting, limit, prompts = (
@@ -308,5 +317,6 @@ class NodeTable:
 
 
 def _counts(record: NodeRecord) -> tuple[str, bool, int]:
-    """Returns those fields of a record that decide whom the node serves: base, whether it is ready, longest context."""
+    """Returns the fields of a record that decide which calls the node serves: base, whether it is ready, maximum
+    context."""
     return record.base, record.state == "ready", record.max_context

@@ -1,4 +1,5 @@
-"""A measured performance model as a file: strict JSON, of bounded size, and only for what it was measured on."""
+"""Measured performance models as files: strict JSON of bounded size, valid only for the conditions of the
+measurement."""
 
 from __future__ import annotations
 
@@ -25,29 +26,31 @@ AGAIN = "run `garnish profile` on this host while it serves nothing"
 
 
 class BadPerformanceFile(ValueError):
-    """The file can't be used: damaged, or of something else; says what to do."""
+    """The file is damaged, or was measured under other conditions. The message says what to do."""
 
 
 class PerformanceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model, and how it came to be."""
+    """A measured performance model with the fits and conditions that it came from."""
 
     key: ModelKey
     decode: DecodeFit
     prefill: PrefillFit
     to_device: Transfer
     from_store: Transfer | None
-    """the store itself, without a simulated link; None: there was nothing to be read"""
+    """Transfer from the object store, without a simulated link; None: there was nothing to read."""
     exposed_share: float
     paper: tuple[PaperForm, ...] = ()
-    """Toppings' two-parameter forms on its grid, where that was measured"""
+    """Toppings' two-parameter forms on the paper's grid, if that was measured."""
     expected_link: float | None = None
-    """bytes per second that the PCIe link to the device carries, of which `to_device` was measured; None: not known"""
+    """Expected bandwidth of the device's PCIe link, in bytes per second, for comparison with `to_device`; None:
+    unknown."""
     thorough: bool = False
-    """by `garnish profile`; otherwise by the node itself, while it was idle"""
+    """True: measured by `garnish profile`. False: measured by the node itself while it was idle."""
     version: int = MODEL_VERSION
 
     @property
     def model(self) -> PerformanceModel:
+        """Performance model of the profile. Without a measured store it has the store of ASSUMED."""
         return PerformanceModel(
             key=self.key,
             decode=self.decode.model,
@@ -60,8 +63,8 @@ class PerformanceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 def read_performance(file: Path, key: ModelKey | None) -> PerformanceProfile:
-    """Returns the file's profile, measured on what `key` says; with None, whatever it was measured on (for
-    simulations). Raises BadPerformanceFile, or OSError."""
+    """Returns the file's profile, which must have been measured under the conditions `key`. None accepts any conditions
+    (for simulations). Raises BadPerformanceFile or OSError."""
     with file.open("rb") as stream:
         text = stream.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
@@ -81,6 +84,7 @@ def read_performance(file: Path, key: ModelKey | None) -> PerformanceProfile:
 
 
 def write_performance(profile: PerformanceProfile, file: Path) -> None:
+    """Writes the profile to the file atomically. Raises OSError."""
     write_json(profile, file)
 
 

@@ -1,7 +1,7 @@
-"""Fits a node's performance model to measured passes (cluster.performance_model has the forms).
+"""Fits of a node's performance model to measured passes (cluster.performance_model has the formulas).
 
-Costs are never negative. Errors count relative to the time measured, so that short passes are forecast as well as long
-ones; repeats of a configuration count as their median, and what lies far off all the others weighs little.
+Costs are never negative. Errors are relative to the measured time, so that short passes are forecast as well as long
+ones. Repeats of a configuration count as their median. Outliers have little weight.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from cluster.performance_model import RANK_TERMS, DecodeModel, PrefillModel, Ran
 
 MIN_R2 = 0.9
 MAX_ERROR = 0.1
-"""Median held-out error with which a model is good whatever its R^2: steps that all take much the same time leave R^2
-nothing to explain."""
+"""Median held-out error (relative) up to which a model is accepted whatever its R^2. R^2 is low when all steps take
+about the same time."""
 MAX_ERROR_IDLE = 0.25
-"""The same for what a node measures while it is idle: the alternative is a model of another machine."""
+"""Same limit for measurements that a node makes while idle: the alternative is a model of another machine."""
 FOLDS = 5
 MIN_SAMPLES = 12
-"""Configurations."""
+"""Minimum number of measured configurations."""
 MAX_SET_ASIDE = 0.05
-"""Share of the configurations that R^2 may leave out as disturbed; they are counted in the report."""
+"""Maximum fraction of configurations that R^2 may leave out as disturbed. The report has their number."""
 FAR = 6.0
-"""Robust standard deviations from which on a configuration counts as disturbed."""
+"""Number of robust standard deviations above which a configuration counts as disturbed."""
 HUBER = 1.345
 ROUNDS = 20
 MIN_ERROR = 1e-9
-"""Relative errors below it are rounding."""
+"""Relative error below which differences are rounding."""
 DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
 AGAIN = "Measure again while the host does nothing else."
 LARGEST_ERROR = 0.5
-"""A held-out error counts as no more, so that one disturbed pass chooses neither rank term nor flat rows."""
+"""Upper bound on a single held-out error (relative). Thus one disturbed pass decides neither the rank term nor the flat
+rows."""
 FLAT_ROWS = (2, 4, 8, 16, 32, 64, 128)
-"""Tried, as far as more rows than that were measured."""
+"""Candidate values of `flat_rows` in a decode fit; used if more rows than that were measured."""
 MIN_GAIN = 0.05
-"""Share of the held-out error that flat rows must save, or chance chooses them."""
+"""Fraction by which flat rows must reduce the held-out error, so that they are not chosen by chance."""
 
 
 class BadSample(ValueError):
-    """A measured row that can't have been measured."""
+    """Impossible values in a measured sample, or too few configurations."""
 
 
 class BadFit(ValueError):
-    """The model does not describe what was measured; `r2` is its R^2."""
+    """The fitted model does not describe the measurements. `r2` is its R^2."""
 
     def __init__(self, what: str, r2: float, samples: int, reason: str) -> None:
         super().__init__(
@@ -57,64 +58,70 @@ class BadFit(ValueError):
 
 
 class DecodeSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured decode step."""
+    """A measured decode step. `seconds` is its duration."""
 
     rows: int
     contexts: int
-    """sum over rows, in tokens"""
+    """Context tokens, summed over the rows."""
     max_rank: int
-    """rows times the largest rank of the batch"""
+    """Rows times the largest rank of the batch."""
     request_ranks: int
-    """sum over rows"""
+    """Adapter ranks, summed over the rows."""
     adapter_ranks: int
-    """sum over distinct adapters"""
+    """Ranks, summed over the distinct adapters."""
     seconds: float
 
 
 class PrefillSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured pass over prompts."""
+    """A measured prefill pass. `seconds` is its duration."""
 
     tokens: int
     squares: int
-    """sum of tokens * tokens; of a chunk from b to e: e * e - b * b"""
+    """Sum of tokens * tokens over the prompts. A chunk from position b to e counts e * e - b * b."""
     token_ranks: int
-    """sum of tokens * rank"""
+    """Sum of tokens * rank over the prompts."""
     seconds: float
 
 
 class TransferSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A measured transfer."""
+
     bytes: int
     seconds: float
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Quality of a model's fit. R^2 is of the plain times, in seconds."""
+    """Quality of a model's fit. `r2` is R^2 of the times in seconds, not of relative errors."""
 
     r2: float
     heldout_median_error: float
-    """relative; each configuration forecast by a model that was fitted without it"""
+    """Median relative error, with each configuration forecast by a model fitted without it."""
     samples: int
-    """configurations"""
+    """Number of configurations."""
     set_aside: int
-    """of these, disturbed ones that R^2 leaves out"""
+    """Number of disturbed configurations that `r2` leaves out."""
     residuals: tuple[tuple[float, float], ...]
-    """(measured, forecast) of each configuration, seconds"""
+    """Pairs (measured, forecast) of all configurations, in seconds."""
 
 
 class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fitted decode model and its quality."""
+
     model: DecodeModel
     quality: Quality
     heldout_by_term: dict[RankTerm, float]
-    """mean held-out error with each rank term that was tried; the least decided"""
+    """Mean relative held-out error of each candidate rank term. The term with the smallest one was chosen."""
 
 
 class PrefillFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fitted prefill model and its quality."""
+
     model: PrefillModel
     quality: Quality
 
 
 class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """t = slope * term + intercept (Toppings, equation 2), by ordinary least squares."""
+    """Fit of t = slope * term + intercept (Toppings, equation 2), by ordinary least squares. Times are in seconds."""
 
     kernel: Literal["bgmv", "mbgmv"]
     slope: float
@@ -124,7 +131,7 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
-    """Returns the seconds that the sample's step would take by the model; its measured ones are not used."""
+    """Returns the forecast duration (seconds) of the sample's step. Its measured duration is not used."""
     ranks: int = getattr(sample, model.rank_term)
     return model.seconds(sample.rows, sample.contexts, ranks)
 
@@ -132,8 +139,8 @@ def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
 def fit_decode(
     samples: Sequence[DecodeSample], max_error: float = MAX_ERROR, terms: Sequence[RankTerm] = RANK_TERMS
 ) -> DecodeFit:
-    """Fits a model to the seconds of decode steps. `terms`: what ranks may cost with the kernel that was measured
-    (`rank_terms`). Raises BadSample, or BadFit when none of them describes the steps."""
+    """Returns a decode model fitted to the samples. `terms` are the candidate rank terms of the measured kernel
+    (`rank_terms`). Raises BadSample, or BadFit when no candidate describes the steps."""
     rows, seconds = _checked(samples, DECODE_FIELDS)
 
     def columns(term: RankTerm, flat: int) -> np.ndarray:
@@ -157,7 +164,7 @@ def fit_decode(
 
 
 def fit_prefill(samples: Sequence[PrefillSample], max_error: float = MAX_ERROR) -> PrefillFit:
-    """Fits a model of prefill passes to the samples. Raises BadSample or BadFit."""
+    """Returns a prefill model fitted to the samples. Raises BadSample or BadFit."""
     rows, seconds = _checked(samples, ("tokens", "squares", "token_ranks"))
     columns = np.column_stack([np.ones(len(rows)), rows])
     costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), max_error)
@@ -165,8 +172,8 @@ def fit_prefill(samples: Sequence[PrefillSample], max_error: float = MAX_ERROR) 
 
 
 def fit_transfer(samples: Sequence[TransferSample]) -> Transfer:
-    """Fits latency and bandwidth to transfers that were alone on their link. Raises BadSample; BadFit when time does
-    not grow with size."""
+    """Returns latency (seconds) and bandwidth (bytes/s) fitted to transfers that had the link to themselves. Raises
+    BadSample, or BadFit when time does not grow with size."""
     rows, seconds = _checked(samples, ("bytes",), min_samples=2)
     columns = np.column_stack([np.ones(len(rows)), rows])
     latency, per_byte = _robust(columns, seconds)
@@ -176,8 +183,8 @@ def fit_transfer(samples: Sequence[TransferSample]) -> Transfer:
 
 
 def fit_paper_form(samples: Sequence[DecodeSample], kernel: Literal["bgmv", "mbgmv"]) -> PaperForm:
-    """Fits the paper's form for the kernel to decode steps, whatever its R^2: it is there to be compared. Raises
-    BadSample."""
+    """Returns the paper's form for the kernel, fitted to decode steps. It is accepted whatever its R^2, since it serves
+    for comparison only. Raises BadSample."""
     rows, seconds = _checked(samples, DECODE_FIELDS)
     term = rows[:, DECODE_FIELDS.index("max_rank" if kernel == "bgmv" else "request_ranks")]
     columns = np.column_stack([np.ones(len(rows)), term])
@@ -188,8 +195,8 @@ def fit_paper_form(samples: Sequence[DecodeSample], kernel: Literal["bgmv", "mbg
 def _checked(
     samples: Sequence[msgspec.Struct], fields: tuple[str, ...], min_samples: int = MIN_SAMPLES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (f64[n, fields], seconds f64[n]) of the distinct configurations, in order; repeats are their median.
-    Raises BadSample for impossible numbers, and for too few configurations."""
+    """Returns the distinct configurations f64[n, fields], sorted, and their times in seconds f64[n]. The time of
+    repeats is their median. Raises BadSample for impossible values or too few configurations."""
     by_configuration: dict[tuple[float, ...], list[float]] = {}
     for index, sample in enumerate(samples):
         row = tuple(float(getattr(sample, field)) for field in fields)
@@ -217,7 +224,7 @@ def _fit(
 
 
 def describes(r2: float, heldout_median_error: float, max_error: float = MAX_ERROR) -> bool:
-    """Returns whether a model with such a fit may be used."""
+    """Returns whether a model whose fit has these values may be used."""
     return r2 >= MIN_R2 or heldout_median_error <= max_error
 
 
@@ -226,8 +233,7 @@ def _mean_error(errors: np.ndarray) -> float:
 
 
 def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Returns the costs with the least squares of relative errors, in which large ones count by their size rather than
-    its square (Huber)."""
+    """Returns the costs that minimise the Huber loss of relative errors: large errors count linearly, not squared."""
     weights = 1 / seconds
     costs = nonnegative(columns * weights[:, None], seconds * weights)
     for _ in range(ROUNDS):
@@ -241,7 +247,7 @@ def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def _heldout(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Returns f64[n]: the relative error of each configuration, forecast by a fit to the other folds."""
+    """Returns the relative error of each configuration, f64[n], forecast by a fit to the other folds."""
     order = np.random.default_rng(0).permutation(len(seconds))
     errors = np.zeros(len(seconds))
     for fold in range(FOLDS):
@@ -252,7 +258,8 @@ def _heldout(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _disturbed(errors: np.ndarray) -> np.ndarray:
-    """Returns bool[n]: which errors are the farthest off, a small share at most."""
+    """Returns bool[n]: whether each configuration is disturbed. At most MAX_SET_ASIDE of them are, those with the
+    largest errors."""
     size = np.abs(errors)
     far = size > FAR * max(_spread(size), MIN_ERROR)
     count = int(MAX_SET_ASIDE * len(errors))
@@ -262,7 +269,7 @@ def _disturbed(errors: np.ndarray) -> np.ndarray:
 
 
 def _spread(sizes: np.ndarray) -> float:
-    """Returns a standard deviation, of errors' absolute values, that outliers do not move."""
+    """Returns a robust standard deviation from absolute errors, which outliers do not affect."""
     return 1.4826 * float(np.median(sizes))
 
 

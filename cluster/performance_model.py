@@ -1,12 +1,13 @@
-"""Time that a node's work takes: fitted by `garnish profile`, published in records, read by scheduler and simulator.
+"""Performance model of a node: the time that its work takes. `garnish profile` fits it; scheduler and simulator use it.
 
 decode(S)  = base + per_row max(0, |S| - flat_rows) + per_context (sum of contexts) + per_rank R(S)
 prefill(Q) = base + per_token T + per_token2 (sum of squares) + per_token_rank (sum of tokens * rank)
 load(n)    = latency + n / bandwidth, shared by the transfers in flight
 
-R(S) is |S| times the largest rank of the batch (BGMV, Toppings 5), or the sum of the ranks of its requests or of its
-distinct adapters (MBGMV): of those of the node's kernel, whichever predicts held-out steps better. A few rows take no
-longer than one, while reading the base's weights takes longer than computing with them. All times are in seconds.
+All times are in seconds. R(S) depends on the LoRA kernel. For BGMV it is |S| times the largest rank of the batch
+(Toppings, section 5). For MBGMV it is the sum of the ranks of the requests, or of the distinct adapters, whichever
+predicts held-out steps better. A few rows take no longer than one, as long as reading the base's weights takes longer
+than computing with them.
 """
 
 from __future__ import annotations
@@ -23,56 +24,56 @@ _KERNEL_TERMS: dict[str, tuple[RankTerm, ...]] = {"bgmv": ("max_rank",), "mbgmv"
 
 
 def rank_terms(kernel: str) -> tuple[RankTerm, ...]:
-    """Returns what the ranks of a step may cost with a kernel: BGMV pads all rows to the largest, MBGMV walks each at
-    its own (Toppings, section 5). Of other kernels nothing is known beforehand."""
+    """Returns the candidate rank terms of a kernel. BGMV pads all rows to the largest rank; MBGMV processes each row at
+    its rank (Toppings, section 5). For other kernels all terms are candidates."""
     return _KERNEL_TERMS.get(kernel, RANK_TERMS)
 
 
 class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Conditions of a measurement; a model of another key says nothing of this node."""
+    """Conditions of a measurement. A model with another key does not apply to this node."""
 
     hardware: str
-    """the device's name; of a CPU also how many threads compute, and how bf16 products are computed; the runner, where
-    it is not transformers"""
+    """Name of the device. For a CPU it includes the number of compute threads and how bf16 products are computed. It
+    includes the runner unless that is transformers."""
     base: str
-    """fingerprint"""
+    """Fingerprint of the base model."""
     dtype: str
     kernel: str
-    """of decode rows: bgmv, mbgmv, or cpu"""
+    """LoRA kernel of decode rows: bgmv, mbgmv or cpu."""
     garnish: str
-    """version that measured it"""
+    """Version of Garnish that made the measurement."""
 
 
 class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of one decode step of a batch."""
+    """Model of the time (seconds) of one decode step of a batch."""
 
     base: float
     per_row: float
     per_context: float
-    """per token of context, over all rows"""
+    """Seconds per token of context, summed over all rows."""
     per_rank: float
     rank_term: RankTerm
     flat_rows: int = 0
-    """rows up to which more of them cost nothing"""
+    """Number of rows up to which an additional row costs nothing."""
 
     def seconds(self, rows: float, contexts: float, ranks: float) -> float:
-        """Returns the seconds of a decode step. `ranks` is R(S): the caller keeps it by `rank_term`."""
+        """Returns the seconds of a decode step. `ranks` is R(S), which the caller computes by `rank_term`."""
         row = self.per_row * max(0, rows - self.flat_rows)
         return self.base + row + self.per_context * contexts + self.per_rank * ranks
 
     def saved(self, rows: int, fewer_rows: int, fewer_contexts: int) -> float:
-        """Returns the seconds that a step of `rows` takes less without some rows; what their ranks cost is not
+        """Returns the seconds by which a step of `rows` is shorter without some rows. The cost of their ranks is not
         counted."""
         costly = max(0, rows - self.flat_rows)
         return self.per_row * min(fewer_rows, costly) + self.per_context * fewer_contexts
 
     def next_row(self, rows: int) -> float:
-        """Returns the seconds that one more row adds to a step of `rows`, not counting its context and rank."""
+        """Returns the seconds that one more row adds to a step of `rows`, without its context and rank."""
         return self.per_row * min(1, max(0, rows + 1 - self.flat_rows))
 
 
 class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time of one pass over prompts (or chunks of them)."""
+    """Model of the time (seconds) of one prefill pass over prompts or chunks of prompts."""
 
     base: float
     per_token: float
@@ -80,29 +81,33 @@ class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_rank: float
 
     def seconds(self, tokens: float, squares: float, token_ranks: float) -> float:
-        """Returns the seconds of a prefill pass. `squares` is the sum of tokens * tokens of each prompt; `token_ranks`
-        that of tokens * rank."""
+        """Returns the seconds of a prefill pass. `squares` is the sum of tokens * tokens over the prompts;
+        `token_ranks` is the sum of tokens * rank."""
         return self.base + self.per_token * tokens + self.per_token2 * squares + self.per_token_rank * token_ranks
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time to move n bytes, alone on the link: latency + n / bandwidth (bytes/s)."""
+    """Model of the time (seconds) to move n bytes alone on a link: latency + n / bandwidth. `bandwidth` is in
+    bytes/s."""
 
     latency: float
     bandwidth: float
 
     def seconds(self, bytes: float) -> float:
+        """Returns the seconds to move this number of bytes."""
         return self.latency + bytes / self.bandwidth
 
 
 class PerformanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Performance model of a node: decode steps, prefill passes and loads of adapters."""
+
     key: ModelKey
     decode: DecodeModel
     prefill: PrefillModel
     to_device: Transfer
-    """host memory to device"""
+    """Transfer from host memory to the device."""
     from_store: Transfer
-    """object store to host memory"""
+    """Transfer from the object store to host memory."""
     exposed_share: float = 1.0
-    """Share of a load that a cold request waits beyond a warm one's prefill, as cold starts are planned here."""
+    """Fraction of a load's time by which a cold request waits longer than a warm one's prefill takes."""
     version: int = MODEL_VERSION

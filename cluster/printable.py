@@ -1,4 +1,4 @@
-"""Text of others on a person's terminal."""
+"""Text from other parties, made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Returns the text without control characters but tabs and line breaks: they could move the cursor or rename the
-    window."""
+    """Returns the text with control characters replaced, except for tabs and line breaks. They could move the cursor or
+    rename the window."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

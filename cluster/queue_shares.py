@@ -1,4 +1,4 @@
-"""Displacement in a full queue, so that no tenant can lock the others out by filling it."""
+"""Displacement of requests in a full queue, so that no tenant can lock the others out by filling it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ from collections.abc import Collection
 
 
 def room_for_others(queue_limit: int) -> int:
-    """Returns how many places beyond a queue's limit there are, in which requests may be on their way that will take
-    another's place."""
+    """Returns the number of places beyond a queue's limit. They are for requests on their way that will displace a
+    queued one."""
     return max(4, queue_limit // 8)
 
 
 class QueueShares:
-    """Counts how many requests of each tenant wait, and finds the tenant that has more than its share."""
+    """Counts the waiting requests of each tenant, and finds the tenant that exceeds its share."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[int, float]] = {}
-        """requests, and the weight that the last of them had"""
+        """Waiting requests of each tenant, and the weight of the last one to join."""
 
     @property
     def tenants(self) -> Collection[str]:
+        """Tenants with waiting requests."""
         return self._waiting.keys()
 
     def count(self, tenant: str) -> int:
+        """Returns the number of waiting requests of the tenant."""
         return self._waiting.get(tenant, (0, 0.0))[0]
 
     def join(self, tenant: str, weight: float) -> None:
+        """Adds one waiting request of the tenant, whose weight is now `weight`."""
         count, _ = self._waiting.get(tenant, (0, weight))
         self._waiting[tenant] = count + 1, weight
 
     def leave(self, tenant: str) -> None:
-        """Counts one waiting request of the tenant less. Raises KeyError when none of the tenant's waits."""
+        """Removes one waiting request of the tenant from the count. Raises KeyError when the tenant has none."""
         count, weight = self._waiting[tenant]
         if count > 1:
             self._waiting[tenant] = count - 1, weight
@@ -38,8 +41,9 @@ class QueueShares:
             del self._waiting[tenant]
 
     def tenant_to_displace(self, tenant: str, weight: float) -> str | None:
-        """Returns the tenant that has most waiting for its weight, if one more of `tenant` would have still less. None:
-        the queue is shared fairly, and the newcomer has to go."""
+        """Returns the tenant with the most waiting requests per weight. Returns None when that is `tenant` itself, or
+        when one more request of `tenant` would bring it to as many per weight. The queue is then shared fairly, and the
+        new request is refused."""
         if not self._waiting:
             return None
         largest = max(self._waiting, key=self._load)

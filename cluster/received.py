@@ -1,7 +1,8 @@
-"""Reserved places of a node that have become requests there.
+"""Record of which reserved places of a node have been used: their requests have arrived there.
 
-Places are numbered in the order in which they are reserved. A node reports the last number that it has received, and
-for the WINDOW before it which ones came; what is older has come, or never will.
+Places are numbered in the order in which they are reserved. A node reports the highest number that it has received. For
+the WINDOW numbers up to it, the node also reports which ones have arrived. A place with a lower number counts as used:
+its request has arrived, or never will.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
+    """Set of the numbers of places whose requests have arrived at a node."""
+
     last: int = 0
     bits: bytes = b""
-    """A big-endian number: its bit i says whether `last` - i came."""
+    """Bit mask as a big-endian number: bit i is set if place `last` - i has arrived."""
 
     def has(self, number: int) -> bool:
-        """Returns whether the place of this number is held no longer; one without a number (0) ends by itself."""
+        """Returns whether the place of this number need no longer be reserved. Returns False for 0, a place without a
+        number."""
         age = self.last - number
         return number > 0 and (age >= WINDOW or (age >= 0 and bool(int.from_bytes(self.bits) >> age & 1)))
 
     def with_one(self, number: int) -> Received:
-        """Returns what has been received once the request with this number came."""
+        """Returns this record with the place of this number added."""
         age, bits = self.last - number, int.from_bytes(self.bits)
         if number <= 0:
             return self
-        if not 0 <= age < WINDOW:  # far ahead, or of a gateway that counts anew
+        if not 0 <= age < WINDOW:  # far ahead, or from a gateway that restarted its count
             bits = bits << -age & _MASK if -WINDOW < age < 0 else 0
             return Received(number, _bytes(bits | 1))
         return Received(self.last, _bytes(bits | 1 << age))

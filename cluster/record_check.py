@@ -1,8 +1,8 @@
-"""Checks of what a node reports, before a gateway believes it.
+"""Checks of a node's report before the gateway uses it.
 
-The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
-make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.
-Its performance model is another matter (cluster.model_check): one that can't be used is left out.
+The cluster secret proves that the sender belongs to the cluster, not that its report is right. A broken node must not
+spoil every placement. No node may have the gateway send prompts and the secret to another host. Performance models are
+checked by cluster.model_check: an unusable one is ignored.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ POOL = re.compile(r"([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?")
 STATES = ("warming", "ready", "draining")
 MOST = 1 << 53
 RECORDS_PER_SECOND = 60.0
-"""Rate of one node's records; a node sends 5."""
+"""Maximum reports per second of one node; a node normally sends 5."""
 BURST_SECONDS = 2.0
 MAX_RATES = 4096
 
 
 class BadRecord(ValueError):
-    """The record contradicts itself or its sender; the message names the field."""
+    """The report contradicts itself or its sender; the message names the field."""
 
 
 def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> None:
-    """Checks what a node reports. `peer`: the address that the news came from. Raises BadRecord."""
+    """Checks a node's report. `peer` is the IP address that the report came from. Raises BadRecord."""
     heartbeat, facts = news.heartbeat, news.facts
     _check_id(heartbeat.id)
     if not 0 < len(heartbeat.epoch) <= 200:
@@ -77,7 +77,7 @@ def _check_id(node_id: str) -> None:
 def _check_url(url: str, peer: str, allowed_hosts: Collection[str]) -> None:
     try:
         parts = urlsplit(url)
-        port = parts.port  # raises where there is none that could be
+        port = parts.port  # raises ValueError for an invalid port
     except ValueError as error:
         raise BadRecord(f"url: {error}, found {url[:100]!r}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.username is not None:
@@ -100,15 +100,15 @@ def _address(host: str) -> str:
 
 
 class RecordRates:
-    """Bounds how often one node's records are checked. `clock` is monotonic seconds."""
+    """Limits how often a node's reports are checked. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def allows(self, node_id: str) -> bool:
-        """Returns whether the node may send one more record now. Raises BadRecord for what is no id, and does not
-        remember it."""
+        """Returns whether the node may send one more report now, and counts it. Raises BadRecord for an invalid node
+        id, which is not remembered."""
         _check_id(node_id)
         now, capacity = self._clock(), RECORDS_PER_SECOND * BURST_SECONDS
         bucket = self._buckets.setdefault(node_id, Bucket(RECORDS_PER_SECOND, capacity, now))

@@ -1,7 +1,7 @@
-"""Limits that all gateway workers keep together, in Redis: one script decides, by Redis's clock.
+"""Limits that all gateway workers share in Redis: one script decides, by Redis's clock.
 
-Every worker's places are counted by themselves, so that those of a worker that died are free again once it has been
-silent for WORKER_SECONDS. Buckets that are full are not kept. While Redis is away each worker gives away its share.
+The places of each worker are counted separately. The places of a worker that died are thus free again once it has been
+silent for WORKER_SECONDS. Full buckets are not stored. While Redis is away each worker allows its share of every limit.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from cluster.limits import Call, MemoryLimits, Refusal
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
 PLACES_SECONDS = 7200
-"""Longer than a call may last: how long places are kept that nobody takes or gives back."""
+"""Time for which an owner's counts of places are kept without a change; longer than a call may last."""
 OWNERS_TOGETHER = 500
-"""Owners whose places one script counts again."""
+"""Number of owners whose places one run of the script recounts."""
 
 
 class Gate:
-    """A gate that many pass at once, and that can be closed for a while. Both must end in bounded time: others wait."""
+    """Gate that many tasks pass at once, and that one task can close for a while. Passing and closing must end in
+    bounded time, because others wait."""
 
     def __init__(self) -> None:
         self._passing = 0
@@ -30,6 +31,7 @@ class Gate:
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
+        """Passes the gate while the context lasts, after waiting until it is open."""
         while not self._open.is_set():
             await self._open.wait()
         self._passing += 1
@@ -43,7 +45,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Closes the gate: nobody passes while the context lasts. One may close it at a time."""
+        """Closes the gate: no task passes while the context lasts. One task may close it at a time."""
         self._open.clear()
         try:
             await self._empty.wait()
@@ -53,16 +55,16 @@ class Gate:
 
 
 class RedisLimits:
-    """Limits in Redis. While Redis is away they are shared by the workers that lived when it went, `workers` at least:
-    those that this worker's own gateway should have."""
+    """Limits in Redis. While Redis is away each limit is divided among the workers that were alive when it went away.
+    `workers`, the number of workers of this gateway, is the least divisor."""
 
     def __init__(self, link: RedisLink, workers: int) -> None:
         self._link = link
         self._here = MemoryLimits(link.clock, lambda: 1 / max(workers, link.workers))
         self._alone: dict[Call, int] = {}
-        """Calls under way that this worker alone has allowed: none of their tokens were taken in Redis."""
+        """Number of calls in progress that this worker allowed by itself. None of their tokens were taken in Redis."""
         self._unreported: set[str] = set()
-        """Owners of whose places Redis may know something else than this worker."""
+        """Owners for which Redis may have another count of places than this worker."""
         self._gate = Gate()
         link.on_resume.append(self._recount)
 
@@ -73,7 +75,7 @@ class RedisLimits:
             try:
                 why, wait = await self._take(call)
             except RedisAway:
-                self._unreported.update(owner.name for owner in call.owners)  # it may have taken them all the same
+                self._unreported.update(owner.name for owner in call.owners)  # Redis may have counted the call
                 return await self._take_alone(call)
             if why == 0:
                 self._here.count(call.owners, call.places)
@@ -99,7 +101,7 @@ class RedisLimits:
             args: list[Value] = [self._link.worker, call.places, unused, "" if tpm is None else tpm]
             try:
                 await self._link.run("settle", [self._rates_key(call), *self._places_keys(call)], args)
-            except RedisAway:  # places are counted anew when it is back, and buckets fill by themselves
+            except RedisAway:  # places are recounted when it is back, and buckets refill
                 self._unreported.update(owner.name for owner in call.owners)
 
     def _was_alone(self, call: Call) -> bool:
@@ -127,8 +129,8 @@ class RedisLimits:
         return [self._link.key("places", owner.name) for owner in call.owners]
 
     async def _recount(self) -> None:
-        """Reports places that were taken or given back while Redis was away, or that it has lost. No call is counted
-        meanwhile: it would be counted twice, or not at all."""
+        """Reports to Redis the places that were taken or freed while it was away, or that it has lost. No call is
+        counted meanwhile: it would be counted twice, or not at all."""
         async with self._gate.closed():
             names = sorted({*self._here.places_in_use, *self._unreported})
             for first in range(0, len(names), OWNERS_TOGETHER):

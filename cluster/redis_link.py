@@ -1,7 +1,8 @@
-"""A gateway worker's link to Redis: scripts with a time limit, messages as they come, and what is done when it breaks.
+"""A gateway worker's link to Redis: it runs scripts with a time limit, receives messages, and reconnects after a
+failure.
 
-Users of the link run scripts by `run`, and get RedisAway at once while the link is down. The link's own task connects
-again, lets everyone catch up (`on_resume`) and only then calls the link up.
+Users of the link run scripts by `run`. They get RedisAway at once while the link is down. The link's own task
+reconnects, lets all users catch up (`on_resume`), and only then marks the link as up.
 """
 
 from __future__ import annotations
@@ -28,50 +29,54 @@ from cluster.redis_url import shown_url
 Value = str | bytes | int | float
 
 CALL_SECONDS = 1.0
-"""Longest wait for one answer."""
+"""Maximum time to wait for one answer."""
 GRACE_SECONDS = 0.02
-"""Time in which a process that stalled reads the answers that have come meanwhile."""
+"""Extra time in which a process that stalled reads the answers that arrived meanwhile."""
 CONNECT_SECONDS = 2.0
 CONNECTIONS = 4
-"""Connections of one worker for scripts and messages that it sends; places on nodes have their own one."""
+"""Number of connections of one worker for scripts and published messages. Scripts for places on nodes have a separate
+connection."""
 MAX_ASKED = 10_000
-"""Commands of one worker under way, those included that wait for a connection."""
+"""Maximum number of commands of one worker in progress, including those that wait for a connection."""
 HEARTBEAT_SECONDS = 0.5
-"""Time between two signs of life, each of which also checks that no message was lost."""
+"""Time between two heartbeats. Each one also checks that no message was lost."""
 WORKER_SECONDS = 5.0
-"""A worker that was silent for this long has ended, and what it had taken is free."""
+"""Time without a heartbeat after which a worker counts as dead, and its places are free."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-"""Seconds before a lost link is tried again."""
+"""First and longest pause (seconds) before reconnecting."""
 STALE_SECONDS = 300.0
-"""Time after Redis went away for which nodes that were alive then count as alive, unless they fail."""
+"""Time after Redis went away for which the ages of node records stall. Nodes that were alive then count as alive,
+unless calls to them fail."""
 PLACES = ("reserve", "release")
-"""Scripts that wait for no others: they have a connection of their own, which keeps their order, too."""
+"""Scripts that must not wait for others. They have a separate connection, which also keeps their order."""
 LAYOUT = 2
-"""Part of every key and channel. Raise it when a stored key, a script's argument or a message gets another meaning:
-workers of releases whose layouts differ don't see each other's. What older ones leave expires, all but one counter."""
+"""Layout version, part of every key and channel. Raise it when a stored key, a script argument or a message changes its
+meaning. Workers of releases with different layouts do not share state. The keys of older layouts expire, except for one
+counter."""
 LOST = (RedisError, OSError, TimeoutError, RuntimeError)
-"""Errors of redis-py when a connection is lost or does not answer; uvloop's closed ones raise RuntimeError."""
+"""Exceptions that redis-py raises when a connection is lost or does not answer. RuntimeError is raised by uvloop for
+closed connections."""
 
 log = logging.getLogger("gateway")
 
 
 class RedisAway(Exception):
-    """Redis can't be reached, or did not answer in time, or refused."""
+    """Redis can't be reached, did not answer in time, or refused the command."""
 
 
 class OutOfStep(Exception):
-    """Messages were lost: everyone has to catch up."""
+    """Messages were lost, so all users of the link have to catch up."""
 
 
 def prefix_of(secret: str) -> str:
-    """Returns what all keys of one cluster begin with: clusters that share a server have different secrets. The braces
-    keep a cluster's keys on one shard."""
+    """Returns the prefix of all keys of one cluster. Clusters that share a Redis server have different secrets, and so
+    different prefixes. The braces keep all keys of a cluster in one hash slot."""
     return f"garnish:{LAYOUT}:{{{hashlib.sha256(b'keys' + secret.encode()).hexdigest()[:16]}}}:"
 
 
 def check_redis(url: str) -> None:
-    """Asks the Redis server for an answer. Raises RedisAway, with the reason, when none answers there now. Blocks for
-    CONNECT_SECONDS at most."""
+    """Pings the Redis server. Raises RedisAway, with the reason, when it does not answer. Blocks; each network step
+    takes CONNECT_SECONDS at most."""
     try:
         client = redis.Redis.from_url(
             url,
@@ -87,7 +92,8 @@ def check_redis(url: str) -> None:
 
 
 class RedisLink:
-    """Made on the event loop that uses it. `clock` is monotonic seconds; `worker` names this process."""
+    """Link of one worker to Redis. Create it on the event loop that uses it. `clock` returns monotonic seconds;
+    `worker` is the name of this process."""
 
     def __init__(self, url: str, prefix: str, worker: str, clock: Callable[[], float]) -> None:
         self.prefix = prefix
@@ -95,17 +101,19 @@ class RedisLink:
         self.clock = clock
         self._stale_seconds, self._paused = STALE_SECONDS, 0.0
         self.away_since: float | None = clock()
-        """Time by the clock at which the link went down; None while it is up."""
+        """Time (by `clock`) at which the link went down; None while it is up."""
         self.workers = 1
-        """Live workers of all gateways of the cluster, this one included; as last known while Redis is away."""
+        """Number of live workers of all gateways of the cluster, including this one. While Redis is away it is the last
+        known number."""
         self._fewer_since: float | None = None
-        """Time by the clock since which there have been fewer than `workers`."""
+        """Time (by `clock`) since which Redis has counted fewer than `workers`; None: it has not."""
         self.on_message: dict[str, Callable[[bytes], None]] = {}
-        """Handlers by channel. May raise OutOfStep."""
+        """Message handlers by channel. A handler may raise OutOfStep."""
         self.on_resume: list[Callable[[], Awaitable[None]]] = []
-        """Run in order before the link is called up. May raise RedisAway."""
+        """Callbacks awaited in order before the link is marked as up. They may raise RedisAway."""
         self.on_heartbeat: list[Callable[[int], None]] = []
-        """Given the version of the snapshot of the nodes, as Redis has it. May raise OutOfStep."""
+        """Callbacks run after each heartbeat, with Redis's version of the state of the nodes. They may raise
+        OutOfStep."""
         self._url, self._shown = url, shown_url(url)
         self._client, self._places = _client(url, CONNECTIONS), _client(url, 1)
         self._scripts = {
@@ -115,34 +123,37 @@ class RedisLink:
         }
         self._in_flight: set[asyncio.Future[Any]] = set()
         self._last_answer = -math.inf
-        """Time of the last answer, by the clock."""
+        """Time (by `clock`) of the last answer."""
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has an exception when messages or Redis are lost: why."""
+        """Future that gets an exception, the reason, when messages or Redis are lost."""
         self._up = asyncio.Event()
         self._ending = False
 
     def key(self, *parts: str) -> str:
+        """Returns the Redis key or channel made of the cluster's prefix and these parts."""
         return self.prefix + ":".join(parts)
 
     @property
     def is_up(self) -> bool:
+        """True: the link is up."""
         return self.away_since is None
 
     def aged(self) -> float:
-        """Returns the time by which reports from Redis grow old. It stalls while none could have come, STALE_SECONDS at
-        most."""
+        """Returns the time by which the age of reports from Redis is measured, in seconds. It stalls while Redis
+        is away, since no report could arrive, but for STALE_SECONDS at most."""
         return self.clock() - self._paused - self._pausing()
 
     def _pausing(self) -> float:
         return 0.0 if self.away_since is None else min(self.clock() - self.away_since, self._stale_seconds)
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """Runs a script and returns its result. The script continues when the caller is cancelled. Raises RedisAway."""
+        """Runs a script and returns its result. The script is completed even if the caller is cancelled. Raises
+        RedisAway."""
         self._check_up()
         return await self.catch_up_run(script, keys, args)
 
     async def send(self, channel: str, message: bytes) -> None:
-        """Publishes the message to all workers, this one too. Raises RedisAway."""
+        """Publishes the message to all workers, including this one. Raises RedisAway."""
         self._check_up()
         await self._ask(self._client.publish(self.key(channel), message))
 
@@ -151,6 +162,7 @@ class RedisLink:
             raise RedisAway(f"Redis at {self._shown} is away")
 
     async def wait_until_up(self, seconds: float) -> bool:
+        """Waits until the link is up, for `seconds` at most. Returns whether it is up."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._up.wait()
@@ -158,7 +170,7 @@ class RedisLink:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the link's own task for as long as the context lasts."""
+        """Runs the link's own task while the context lasts."""
         task = asyncio.create_task(self._keep())
         try:
             yield
@@ -168,14 +180,14 @@ class RedisLink:
             await self._close()
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """Runs a script as `run` does, also while the link is not called up yet; for `on_resume` and heartbeats."""
+        """Runs a script like `run`, even while the link is not yet up. It is meant for `on_resume` and heartbeats."""
         client = self._places if script in PLACES else self._client
         return await self._ask(self._scripts[script](keys, args, client))
 
     async def _ask(self, command: Awaitable[Any]) -> Any:
-        """Returns the command's result. The command runs in a separate task, which ends when the link is lost and not
-        with its caller: redis-py gives up the connection of a command that is cancelled. Raises RedisAway, also when
-        MAX_ASKED answers are still to come."""
+        """Returns the command's result. The command runs in a separate task, which is not cancelled with its caller but
+        ends when the link is lost: redis-py discards the connection of a cancelled command. Raises RedisAway, also when
+        MAX_ASKED commands are still unanswered."""
         if len(self._in_flight) >= MAX_ASKED:
             command.close()  # type: ignore[attr-defined]  # redis-py's are coroutines
             raise RedisAway(f"Redis at {self._shown} does not keep up: {MAX_ASKED} answers are still to come")
@@ -190,7 +202,7 @@ class RedisLink:
                 return task.result()
             raise TimeoutError(f"no answer within {CALL_SECONDS:g} s")
         except LOST as error:
-            # Else there is another by now, which may well answer; or Redis does, and is behind.
+            # Otherwise a new link may already answer, or Redis answers slowly.
             if link is self._lost and not (isinstance(error, TimeoutError) and self._answers):
                 self._lose(error)
             raise RedisAway(f"Redis at {self._shown} does not answer ({type(error).__name__})") from error
@@ -201,7 +213,7 @@ class RedisLink:
 
     def _answered(self, task: asyncio.Future[Any]) -> None:
         self._in_flight.discard(task)
-        if not task.cancelled() and task.exception() is None:  # which its caller may not look at any more
+        if not task.cancelled() and task.exception() is None:  # the caller may no longer read the exception
             self._last_answer = self.clock()
 
     def _lose(self, error: BaseException) -> None:
@@ -217,7 +229,7 @@ class RedisLink:
     def _break(self, error: Exception) -> None:
         if not self._lost.done():
             self._lost.set_exception(error)
-            self._lost.exception()  # it is looked at when somebody serves
+            self._lost.exception()  # marks the exception as retrieved; `_serve` raises it
 
     async def _keep(self) -> None:
         pause = FIRST_PAUSE
@@ -236,14 +248,14 @@ class RedisLink:
                 log.info("catching up with Redis", extra={"redis": self._shown, "why": str(error)})
             except (RedisAway, *LOST) as error:
                 self._lose(error)
-            except Exception as error:  # whatever it was, this worker must not go on unheard of and unheard
+            except Exception as error:  # a worker must not continue without messages and heartbeats
                 log.exception("what came from Redis can't be used", extra={"redis": self._shown})
                 self._lose(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _renew(self) -> None:
-        """Makes new connections: redis-py may lose one for ever from its pool when its command is cancelled."""
+        """Replaces all connections: redis-py's pool may lose one for ever when its command is cancelled."""
         await _end(list(self._in_flight))
         await self._close()
         self._client, self._places = _client(self._url, CONNECTIONS), _client(self._url, 1)
@@ -253,8 +265,8 @@ class RedisLink:
             await client.connection_pool.disconnect()
 
     async def _subscribe(self, messages: PubSub) -> None:
-        """Subscribes to all channels. After that nothing is missed: messages that come before everyone has caught up
-        wait in the connection. Raises OutOfStep."""
+        """Subscribes to all channels. From then on no message is missed: messages that arrive before all users have
+        caught up wait in the connection. Raises OutOfStep."""
         channels = [self.key(channel) for channel in self.on_message]
         await messages.subscribe(*channels)
         for _ in channels:
@@ -273,7 +285,7 @@ class RedisLink:
             log.info("Redis is there", extra={"redis": self._shown})
 
     async def _serve(self, messages: PubSub) -> None:
-        """Sends heartbeats and handles messages until the link is lost; raises the reason for the loss."""
+        """Sends heartbeats and handles messages until the link is lost. Raises the reason for the loss."""
         tasks = [asyncio.create_task(work) for work in (self._heartbeats(), self._hear(messages))]
         try:
             await asyncio.wait([*tasks, self._lost], return_when=asyncio.FIRST_COMPLETED)
@@ -284,8 +296,8 @@ class RedisLink:
             await _end(tasks)
 
     async def _hear(self, messages: PubSub) -> None:
-        """Hands messages to their handlers for ever. Raises OutOfStep when the connection is lost: Redis may well
-        answer, as it does when it ends one whose messages pile up."""
+        """Passes messages to their handlers for ever. Raises OutOfStep when the connection is lost. Redis itself may
+        still answer then, for instance when it has closed a connection whose messages piled up."""
         handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
         incoming = messages.listen()
         while True:
@@ -295,7 +307,7 @@ class RedisLink:
                 raise OutOfStep(f"the connection of the messages was lost: {error}") from error
             if message["type"] == "message":
                 handlers[message["channel"]](message["data"])
-                await asyncio.sleep(0)  # what came at once is read without a pause: calls go on between them
+                await asyncio.sleep(0)  # buffered messages come without a pause: lets other tasks run
 
     async def _heartbeats(self) -> None:
         while True:
@@ -306,7 +318,7 @@ class RedisLink:
             except RedisAway:
                 if not self._answers:
                     raise
-                continue  # Redis is behind, and not away
+                continue  # Redis is slow, not away
             if self.clock() - before > WORKER_SECONDS / 2:
                 raise RedisAway("this worker was held up, and may count as dead")
             for check in self.on_heartbeat:
@@ -320,8 +332,8 @@ class RedisLink:
         return int(version)
 
     def _count_workers(self, count: int) -> None:
-        """Records the number of workers that Redis counts. Fewer are believed after a while: in a Redis that was
-        emptied one worker appears after the other."""
+        """Records the number of workers that Redis counts. A smaller number is accepted only after WORKER_SECONDS: in
+        an emptied Redis the workers reappear one by one."""
         if count >= self.workers:
             self.workers, self._fewer_since = count, None
         elif self._fewer_since is None:
@@ -331,12 +343,12 @@ class RedisLink:
 
 
 def _client(url: str, connections: int) -> Redis:
-    """Returns a client that tries nothing twice: the link decides what is done when it breaks."""
+    """Returns a client that never retries: the link decides what is done after a failure."""
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=connections,
         timeout=None,
-        socket_timeout=None,  # the link's own limit, for everything that a command does and waits for
+        socket_timeout=None,  # the link limits the complete command itself
         socket_connect_timeout=CONNECT_SECONDS,
         retry=AsyncRetry(NoBackoff(), 0),
         protocol=2,
@@ -345,8 +357,8 @@ def _client(url: str, connections: int) -> Redis:
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancels the tasks until they are done: a cancellation that meets an answer or a time limit inside the client is
-    lost. Nor does a cancellation of the caller leave any of them behind."""
+    """Cancels the tasks repeatedly until all are done: a single cancellation that coincides with an answer or a time
+    limit inside the client is lost. Waits for all of them even if the caller is cancelled."""
     cancelled = False
     while not all(task.done() for task in tasks):
         for task in tasks:

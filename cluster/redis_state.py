@@ -1,11 +1,11 @@
-"""Cluster state that several gateway workers share, in Redis.
+"""State of the nodes that several gateway workers share in Redis.
 
-Scripts in Redis decide (is a record newer, is a place free), by Redis's clock. Every change has a version and is
-published to all workers, each of which keeps a mirror; so the table needs no round trip, and a reservation one. A
-worker that misses a version asks for the whole again.
+Scripts in Redis decide whether a record is newer and whether a place is free, by Redis's clock. Every change has a
+version and is published to all workers, each of which keeps a mirror. Reading the table thus needs no round trip, and a
+reservation needs one. A worker that misses a version reads the full state again.
 
-While Redis is away the mirror is all there is: records do not grow old (RedisLink.aged), since none could have come,
-and places are reserved in this worker alone.
+While Redis is away the mirror is all that a worker has. Records do not age then (RedisLink.aged), since none could
+arrive. Places are reserved in this worker alone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from cluster.redis_link import OutOfStep, RedisAway, RedisLink, Value
 from cluster.state import ClusterState, PublishResult, StateSettings
 
 CATCH_UP_SECONDS = 0.1
-"""Longest wait for a change that Redis has published already."""
+"""Maximum time to wait for a change that Redis has already published."""
 AWAY_SECONDS = 1.0
-"""Length of a reservation while Redis is away, and with it the numbers: by then the node's record shows the
-request."""
+"""Duration of a reservation while Redis is away. Such a place has no number, so it ends only when its time is over.
+Until then the node's next record should count the request."""
 CHANGES = "changes"
 
 
 class _Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """A message of news; the script that publishes them puts their parts together."""
+    """A published report of a node. The Redis script that publishes it puts its parts together."""
 
     heartbeat: Heartbeat
     facts: Facts | None
@@ -62,18 +62,19 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class RedisClusterState(ClusterState):
-    """`link` must not run yet: it keeps the mirror up to date from its start on."""
+    """State of the nodes in Redis, with a mirror in this process. `link` must not be running yet: from its start on it
+    keeps the mirror up to date."""
 
     def __init__(self, link: RedisLink, **settings: Unpack[StateSettings]) -> None:
         super().__init__(link.clock, link.aged, **settings)
         self._link = link
         self._version = 0
         self._ahead: dict[str, int] = {}
-        """The version of our own latest reservation on a node, as long as its message is still to come."""
+        """Version of this worker's latest reservation on each node, until its message arrives."""
         self._version_risen = asyncio.Event()
-        """Another one for each version."""
+        """Event that is set when the version rises, and then replaced by a new one."""
         self._version_before = 0
-        """Version in Redis at the last heartbeat."""
+        """Redis's version at the last heartbeat."""
         link.on_message[CHANGES] = self._changed
         link.on_resume.append(self._resume)
         link.on_heartbeat.append(self._check_version)
@@ -108,19 +109,19 @@ class RedisClusterState(ClusterState):
                 node_id, request_id, demand, expected_generation, seconds=seconds, number=0
             )
             return 0 if is_reserved else None
-        except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
+        except asyncio.CancelledError:  # the place, if Redis has reserved one, will not be used
             await self._free(node_id, request_id)
             raise
 
     async def _reserved(
         self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
     ) -> int | None:
-        """Reserves a place in Redis, giving a node back to it that it has lost. Returns the place's number, or None as
-        `reserve` does. Raises RedisAway."""
+        """Reserves a place in Redis, after restoring a node there that Redis has lost. Returns the place's number, or
+        None as `reserve` does. Raises RedisAway."""
         for restored in (False, True):
             status, version, generation, number = await self._reserve(node_id, request_id, demand, expected_generation)
             if status > 0:
-                if version > self._version:  # else its message has come already
+                if version > self._version:  # otherwise its message has already arrived
                     self._hold_ahead(_Reserved(node_id, request_id, demand), version, generation, number)
                 return number
             if status == 0:
@@ -128,11 +129,11 @@ class RedisClusterState(ClusterState):
                 return None
             if restored or not await self._restore(node_id):
                 return None
-            expected_generation = None  # Redis had lost its count
+            expected_generation = None  # Redis had lost the generation
         return None
 
     async def release(self, node_id: str, request_id: str) -> None:
-        if self._book.drop(node_id, request_id):  # else it was acknowledged, in most cases
+        if self._book.drop(node_id, request_id):  # otherwise it was acknowledged, in most cases
             await self._free(node_id, request_id)
 
     async def _free(self, node_id: str, request_id: str) -> None:
@@ -140,9 +141,9 @@ class RedisClusterState(ClusterState):
         try:
             await self._link.run("release", self._keys(node_id), [request_id, payload, self._channel])
         except RedisAway:
-            return  # it ends by itself
+            return  # the reservation expires
 
-    # --- what Redis is asked
+    # --- requests to Redis
 
     @property
     def _channel(self) -> str:
@@ -150,8 +151,8 @@ class RedisClusterState(ClusterState):
 
     @property
     def _longest_silence_ms(self) -> int:
-        """Returns the milliseconds of silence after which a node no longer counts as alive, or is forgotten if that
-        comes first."""
+        """Returns the milliseconds without a report after which Redis treats a node as silent. It is the lesser of the
+        record's expiry and `forget_seconds`."""
         return round(min(self._expiry, self._book.forget_seconds) * 1000)
 
     def _keys(self, node_id: str) -> list[str]:
@@ -192,8 +193,8 @@ class RedisClusterState(ClusterState):
     async def _reserve(
         self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
     ) -> tuple[int, int, int, int]:
-        """Runs the script `reserve` and returns its result: (1 taken | 0 refused | -1 unknown node, version,
-        generation, number of the place). Raises RedisAway."""
+        """Runs the script `reserve`, and returns (status, version, generation, number of the place). The status is 1
+        (reserved), 0 (refused) or -1 (unknown node). Raises RedisAway."""
         payload = msgspec.msgpack.encode(_Reserved(node_id, request_id, demand))
         record = self._book.record(node_id)
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
@@ -208,33 +209,34 @@ class RedisClusterState(ClusterState):
         return status, version, generation, number
 
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
-        """Gives Redis a node back that it has lost. Returns whether there was one to give. Raises RedisAway."""
+        """Restores in Redis a node that it has lost. Returns False, and changes nothing, when the mirror has no live
+        record of it. Raises RedisAway."""
         age = self._aged() - self._book.last_seen(node_id)
         if self._book.record(node_id) is None or age >= self._expiry:
             return False
         await self._publish(self._book.news(node_id), max(0.0, age), resuming=resuming)
         return True
 
-    # --- what keeps the mirror in step
+    # --- updates of the mirror
 
     def _changed(self, message: bytes) -> None:
         version_text, generation, number, payload = message.split(b":", 3)
         version = int(version_text)
         if version <= self._version:
-            return  # it was in the snapshot
+            return  # the snapshot already had this change
         if version != self._version + 1:
             raise OutOfStep(f"version {version} follows {self._version}")
         self._version = version
         change = _decoder.decode(payload)
-        is_newest = version >= self._ahead.get(change.node, 0)  # else it is of before our own latest reservation
+        is_newest = version >= self._ahead.get(change.node, 0)  # otherwise older than this worker's reservation
         if is_newest:
             self._ahead.pop(change.node, None)
         self._apply(change, self._end(), int(number), int(generation) if is_newest else None)
         self._wake()
 
     def _apply(self, change: _Put | _Reserved | _Freed, end: float, number: int, generation: int | None = None) -> None:
-        """Makes a change in this worker's book. `generation`: the node's, after the change; None: it stays as it
-        was."""
+        """Applies a change to this worker's book. `generation` is the node's generation after the change; None leaves
+        it unchanged."""
         after = self._book.generation(change.node) if generation is None else generation
         match change:
             case _Put(heartbeat, facts, changes):
@@ -246,7 +248,8 @@ class RedisClusterState(ClusterState):
         self._book.set_generation(change.node, after)
 
     def _hold_ahead(self, place: _Reserved, version: int, generation: int, number: int) -> None:
-        """Books a place of our own before its message comes; answers to reservations may come in another order."""
+        """Applies this worker's own reservation before its message arrives. Answers to reservations may arrive out of
+        order."""
         is_newest = version > self._ahead.get(place.node, 0)
         if is_newest:
             self._ahead[place.node] = version
@@ -256,8 +259,8 @@ class RedisClusterState(ClusterState):
         return self._clock() + self._reservation_seconds
 
     def _put(self, news: NodeReport, last_seen: float) -> None:
-        """Takes news that Redis has taken in into the book. There is room once those nodes are forgotten that Redis has
-        forgotten. Raises OutOfStep."""
+        """Applies a report that Redis has accepted to the book. A full book first drops the node that was seen longest
+        ago, which Redis has forgotten already. Raises OutOfStep."""
         if self._book.needs_full_report(news):
             raise OutOfStep(f"of node {news.heartbeat.id} something was missed")
         if self._book.record(news.heartbeat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
@@ -265,7 +268,7 @@ class RedisClusterState(ClusterState):
         self._book.put(news, last_seen)
 
     async def _resume(self) -> None:
-        """Reads everything again from Redis; what Redis lost and this worker still has, it gets back. Raises
+        """Reads the full state from Redis. Restores in Redis the nodes that it lost and this worker still has. Raises
         RedisAway."""
         key = self._link.key
         begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
@@ -282,7 +285,7 @@ class RedisClusterState(ClusterState):
                 seconds = min(remaining_ms / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
             self._book.set_generation(heartbeat.id, generation)
-            await asyncio.sleep(0)  # many nodes with many adapters take long: calls go on between them
+            await asyncio.sleep(0)  # many nodes with many adapters take long: lets other tasks run
         self._version = self._version_before = version
         self._ahead.clear()
         self._wake()
@@ -290,14 +293,15 @@ class RedisClusterState(ClusterState):
             await self._restore(node_id, resuming=True)
 
     def _check_version(self, version: int) -> None:
-        """Compares Redis's version with ours at a heartbeat. Raises OutOfStep when what Redis had by the heartbeat
-        before has not come here, or when Redis's version fell, which it does only when Redis is emptied."""
+        """Compares Redis's version with this worker's at a heartbeat. Raises OutOfStep when this worker has not reached
+        the version that Redis had at the previous heartbeat. Also raises OutOfStep when Redis's version fell, which
+        happens only when Redis is emptied."""
         before, self._version_before = self._version_before, version
         if self._version < before or version < before or version == 0 < self._version:
             raise OutOfStep(f"Redis is at version {version}, this worker at {self._version}")
 
     async def _catch_up(self, version: int) -> None:
-        """Waits until the mirror has this version, or for CATCH_UP_SECONDS at most."""
+        """Waits until the mirror has reached this version, for CATCH_UP_SECONDS at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CATCH_UP_SECONDS):
                 while version > self._version:

@@ -1,4 +1,4 @@
-"""Addresses of a Redis, which may hold a password: checked without a connection, and shown without it."""
+"""Redis URLs, which may contain a password: they are checked without a connection, and shown without the password."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ EXPECTED = "expected redis://HOST:PORT/DATABASE, rediss:// for TLS, or unix:///P
 
 
 def url_problem(url: str) -> str:
-    """Returns what is wrong with the address, without quoting any of it; empty when nothing is."""
+    """Returns what is wrong with the URL, without quoting any of it; empty when it is valid."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  (raises when it is no number)

@@ -1,11 +1,11 @@
-"""Requests of operators about a node's adapters. Gateway -> node, each with the cluster secret (cluster.messages):
+"""Messages about the adapters on a node. Gateway -> node, each with the cluster secret (cluster.messages):
 
     GET  /adapters            the reply is AdapterStates
     POST /adapters/prefetch   body PrefetchOrder; the reply is Moved, with status 202 while the load continues
     POST /adapters/evict      body EvictOrder; the reply is Moved
-    POST /adapters/wanted     body WantedResidency; 204
+    POST /adapters/wanted     body WantedResidency; the reply is 204
 
-An error is JSON, `{"error": {"type", "message"}}`, with the status that cluster.errors gives the type.
+An error is JSON, `{"error": {"type", "message"}}`. Its HTTP status is the one that cluster.errors gives the type.
 """
 
 from __future__ import annotations
@@ -26,74 +26,84 @@ class AdapterState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     digest: str
     tier: HeldTier
-    """Tier where all of it is; absent: it is arriving from the object store."""
+    """Fastest tier that has the complete adapter. `absent`: it is still being fetched from the object store."""
     bytes: int
-    """Bytes that it takes in memory, or of its file on the disk; 0 until that is known."""
+    """Size of the adapter in memory, or of its file on disk, in bytes; 0 until the size is known."""
     in_use: int = 0
-    """Requests that hold a lease on it."""
+    """Number of requests that hold a lease on the adapter."""
     waiting: int = 0
-    """Requests in the queue, and prefetches, that want it."""
+    """Number of queued requests and of prefetches that wait for the adapter."""
     ranks: list[int] = []
-    """The different ranks of its projections, ascending. None where only its file is known."""
+    """Distinct ranks of the adapter's projections, ascending. Empty when only its file is known."""
     layers: list[LayerName] = []
-    """State of each layer while it loads. Empty otherwise."""
+    """State of each layer while the adapter loads; empty otherwise."""
 
 
 class AdapterStates(msgspec.Struct, frozen=True):
+    """State of the adapters on a node."""
+
     adapters: list[AdapterState]
     unnamed: int = 0
-    """Number of further adapters that are on the disk alone."""
+    """Number of further adapters that are only on disk, and are not listed."""
     v: int = PROTOCOL_VERSION
 
 
 class PrefetchOrder(msgspec.Struct, frozen=True):
+    """Request to load an adapter on a node."""
+
     adapter: Adapter
     v: int = PROTOCOL_VERSION
     tenant: str = ""
-    """Tenant that asks; empty: the operator. A tenant has only some of a node's places for prefetches."""
+    """Tenant that requests the prefetch; empty: the operator. Each tenant may use only some of a node's prefetch
+    places."""
 
 
 class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An adapter that a node is to have ready before it is called."""
+    """An adapter that a node should load before it is called."""
 
     adapter: Adapter
     tier: WantedTier
     chance: float
-    """Probability of a call within 30 seconds, 0 to 1. Of what is provisioned in host memory and wanted on the device,
-    the chance for which it is wanted there."""
+    """Probability of a call within 30 seconds, 0 to 1. For an adapter that is provisioned in host memory and wanted on
+    the device, it is the probability for which the device copy is wanted."""
     pinned: bool = False
-    """An operator's policy wants it there; it does not count as a forecast, and waste does not hold it back."""
+    """True: an operator's policy wants the adapter in this tier. It does not count as a forecast, so wasted prefetches
+    do not hold it back."""
     provisioned: WantedTier | None = None
-    """Tier that it does not leave, whatever else needs room, as long as it is wanted. It is loaded in parallel with
-    requests' loads."""
+    """Tier from which the adapter is not evicted as long as it is wanted, whatever else needs room. Such an adapter is
+    loaded in parallel with the loads of requests."""
 
 
 class WantedResidency(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that a node is to bring in while its link and store are idle, most wanted first. It replaces what an earlier
-    message wanted."""
+    """All adapters that a node should load while its link and store are idle, most wanted first. The message replaces
+    all earlier ones."""
 
     adapters: list[WantedAdapter]
     seconds: float
-    """Time for which it holds, from receipt; after it nothing is wanted."""
+    """Seconds for which the message is valid, counted from receipt. After that the node wants no adapters."""
     idle_ttls: dict[str, float] = {}
-    """Seconds without a request, by digest, after which the adapter leaves the device, and after twice as many host
-    memory, unless it is wanted."""
+    """Idle time in seconds, by digest, after which an adapter is evicted from the device. After twice that time it is
+    evicted from host memory. An adapter that is wanted stays."""
     v: int = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)  # a plain default would not be sent
 
 
 MAX_WANTED = 64
-"""Adapters in one WantedResidency."""
+"""Maximum number of adapters in one WantedResidency."""
 MAX_IDLE_TTLS = 1024
-"""Entries of `idle_ttls` in one WantedResidency."""
+"""Maximum number of `idle_ttls` entries in one WantedResidency."""
 
 
 class EvictOrder(msgspec.Struct, frozen=True):
+    """Request to evict an adapter from a node."""
+
     digest: str
     v: int = PROTOCOL_VERSION
 
 
 class Moved(msgspec.Struct, frozen=True):
+    """Reply to PrefetchOrder and EvictOrder."""
+
     digest: str
     tier: HeldTier | None
-    """Tier of the adapter now; None while its load continues."""
+    """Current tier of the adapter; None while it is still loading."""
     v: int = PROTOCOL_VERSION

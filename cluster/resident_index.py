@@ -1,4 +1,4 @@
-"""Index from adapters to the nodes that hold them."""
+"""Index of the nodes that hold each adapter."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NOBODY: set[int] = set()
 
 
 class ResidentIndex:
-    """Adapters that the nodes hold, by rows of a table. Taking a record in touches only what changed: nodes hold
-    thousands of adapters, and most stay where they are."""
+    """Index of the adapters that the nodes hold, by rows of a NodeTable. An update touches only what changed: nodes
+    hold thousands of adapters, and most stay where they are."""
 
     def __init__(self, rows: int) -> None:
         self._tiers: dict[str, dict[int, int]] = {}
@@ -23,29 +23,29 @@ class ResidentIndex:
         self._rows: list[dict[str, Resident]] = [{} for _ in range(rows)]
 
     def tiers(self, digest: str) -> dict[int, int]:
-        """Returns the adapter's tier (DEVICE, HOST or DISK) by row. Not to be changed."""
+        """Returns the adapter's tier (DEVICE, HOST or DISK) by row. The result must not be changed."""
         return self._tiers.get(digest, _NOWHERE)
 
     def users(self, digest: str) -> set[int]:
-        """Returns the rows where requests hold a lease on the adapter. Not to be changed."""
+        """Returns the rows on which requests hold a lease on the adapter. The result must not be changed."""
         return self._users.get(digest, _NOBODY)
 
     def residents(self, row: int) -> Mapping[str, Resident]:
-        """Returns the adapters that the row's node holds, by digest. Changes with the node's news."""
+        """Returns a live view of the adapters that the row's node holds, by digest."""
         return self._rows[row]
 
     def put(self, row: int, residents: Sequence[Resident]) -> None:
-        """Takes in all that the row's node holds now."""
+        """Replaces the row's adapters by `residents`, the complete list of its node."""
         after = {resident.digest for resident in residents}
         removed = [Resident(digest, ABSENT_TIER, 0, 0) for digest in self._rows[row] if digest not in after]
         self.change(row, (*removed, *residents))
 
     def change(self, row: int, residents: Iterable[Resident]) -> None:
-        """Takes in what became of some of the node's adapters: those of ABSENT_TIER are gone."""
+        """Updates some of the row's adapters. Those of ABSENT_TIER are removed."""
         rows = self._rows[row]
         for resident in residents:
             digest, is_gone = resident.digest, resident.tier == ABSENT_TIER
-            if rows.get(digest) == resident:  # almost all of them, when a node tells all that it has
+            if rows.get(digest) == resident:  # true of almost all adapters in a full report
                 continue
             if is_gone:
                 rows.pop(digest, None)

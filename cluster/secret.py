@@ -1,4 +1,4 @@
-"""The cluster secret: one random word in a 0600 file that gateway and nodes share and check on every call."""
+"""The cluster secret: a random string in a 0600 file. Gateway and nodes share it, and check it on every call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 class SecretError(ValueError):
-    """The secret file is missing, readable by others, or empty."""
+    """The secret file is missing, readable by others, empty or too short."""
 
 
 def create_secret(path: Path) -> str:
-    """Creates the file (mode 0600) with a new secret, or reads the one that is there; safe between processes. Returns
-    the secret. Raises SecretError as `read_secret` does."""
+    """Creates the file (mode 0600) with a new secret, or reads the existing one. Returns the secret. Safe when several
+    processes call it at once. Raises SecretError as `read_secret` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     secret = secrets.token_urlsafe(32)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".secret-")  # mkstemp makes it 0600
@@ -31,7 +31,7 @@ def create_secret(path: Path) -> str:
 
 
 def read_secret(path: Path) -> str:
-    """Returns the file's secret. Raises SecretError when the file can't be trusted."""
+    """Returns the file's secret. Raises SecretError when the file is missing, readable by others or too short."""
     try:
         mode = path.stat().st_mode & 0o777
         secret = path.read_text().strip()
@@ -45,6 +45,7 @@ def read_secret(path: Path) -> str:
 
 
 def authorization(secret: str) -> dict[str, str]:
+    """Returns the Authorization header that carries the secret."""
     return {"authorization": f"Bearer {secret}"}
 
 

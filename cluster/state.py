@@ -1,4 +1,4 @@
-"""State of the nodes in gateways: their latest records, and places reserved on them but not yet acknowledged."""
+"""The gateways' state of the nodes: their latest records, and the places reserved on them but not yet acknowledged."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from cluster.node_book import FORGET_SECONDS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
 
 RESERVATION_SECONDS = 5.0
-"""A place that no record acknowledged by then is free again: the request never reached the node."""
+"""Time after which a reservation ends if no record of the node has acknowledged it: the request never reached the
+node."""
 MAX_NODES = 1024
 
 PublishResult = Literal["taken", "older", "gap"]
-"""`taken`: the news were applied. `older`: newer ones are known. `gap`: they build on news that never came, so that the
-node must report everything."""
+"""Result of `ClusterState.publish`. `taken`: the report was applied. `older`: a newer report is already known. `gap`:
+the report builds on changes that were never received, so the node must send a full report."""
 
 
 class StateSettings(TypedDict, total=False):
+    """Optional settings of a ClusterState; times are in seconds."""
+
     expiry: float
     reservation_seconds: float
     max_nodes: int
@@ -29,10 +32,9 @@ class StateSettings(TypedDict, total=False):
 
 
 class ClusterState(ABC):
-    """Shared by everything that routes requests; methods are async because a shared state lives elsewhere.
-
-    `clock` is monotonic seconds of this process; `aged` is the clock by which records grow old (cluster.node_book).
-    """
+    """State of the nodes, shared by everything that routes requests. Its methods are async because a shared state may
+    be in Redis. `clock` returns monotonic seconds of this process. `aged` returns the time by which the age of records
+    is measured (cluster.node_book)."""
 
     def __init__(
         self,
@@ -51,38 +53,41 @@ class ClusterState(ABC):
     @property
     @abstractmethod
     def stale(self) -> float | None:
-        """The seconds since the snapshot was last in step with the other gateway workers'; None while it is."""
+        """Seconds since the snapshot was last in step with those of other gateway workers; None while it is."""
 
     @abstractmethod
     async def publish(self, news: NodeReport) -> PublishResult:
-        """Takes in what a node reports. Raises VersionMismatch, TooManyNodes."""
+        """Applies a node's report to the state, and returns whether it was applied. Raises VersionMismatch or
+        TooManyNodes."""
 
     @abstractmethod
     async def reserve(
         self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
     ) -> int | None:
-        """Reserves a place on a live node. Returns its number, by which the node reports that the request came (0: it
-        ends by itself). Returns None when the node is full or gone. It does so, too, when its generation is not
-        `expected_generation` (None: any); the table then shows why. At most one round trip."""
+        """Reserves a place on a live node and returns the number of the place. The node reports that number once the
+        request has arrived. 0 is a place without a number, which ends when its time is over. Returns None when the node
+        is full or not live. Also returns None when the node's generation is not `expected_generation` (None: any
+        generation); the table then has the current one. Takes one round trip at most."""
 
     @abstractmethod
     async def release(self, node_id: str, request_id: str) -> None:
-        """Gives back a place that will not be used; does nothing when the reservation has ended already."""
+        """Frees a reserved place that will not be used. Does nothing when the reservation has already ended."""
 
     async def table(self) -> NodeTable:
-        """Returns this process's snapshot of the nodes, with what is known now. No round trip to anywhere."""
+        """Returns this process's current snapshot of the nodes. Makes no round trip."""
         return self._book.current(self._clock(), self._aged())
 
     async def nodes(self) -> list[NodeView]:
-        """Returns every node whose record has not expired, in the order of their ids."""
+        """Returns the nodes whose record has not expired, ordered by id."""
         return self._book.views(self._clock(), self._aged())
 
     async def silence(self, node_id: str, epoch: str) -> float:
-        """Returns the seconds since this epoch of the node was last seen; infinite when it is forgotten or replaced."""
+        """Returns the seconds since a report of this epoch of the node last arrived. Returns infinity when the node has
+        been forgotten or has a newer epoch."""
         return self._book.silence(node_id, epoch, self._aged())
 
     def _publish_here(self, news: NodeReport) -> PublishResult:
-        """Takes the news into this process's own book, and returns what `publish` does. Raises TooManyNodes."""
+        """Applies the report to this process's own book. Returns what `publish` returns. Raises TooManyNodes."""
         received_at = self._aged()
         if not self._book.is_newer(news.heartbeat, received_at):
             return "older"
@@ -101,7 +106,7 @@ class ClusterState(ABC):
         seconds: float,
         number: int,
     ) -> bool:
-        """Reserves a place in this process's own book for `seconds` at most; returns False where `reserve` gives
+        """Reserves a place in this process's own book for `seconds` at most. Returns False where `reserve` returns
         None."""
         table = await self.table()
         row = table.row(node_id)
@@ -114,14 +119,15 @@ class ClusterState(ABC):
 
 
 class MemoryClusterState(ClusterState):
-    """The state of one gateway process."""
+    """State of the nodes for a single gateway process, kept in memory."""
 
     stale = None
 
     def __init__(self, clock: Callable[[], float], **settings: Unpack[StateSettings]) -> None:
         super().__init__(clock, clock, **settings)
         self._next_place = time.time_ns() // 1000
-        """Counted from the clock, so that numbers of a gateway before do not come again."""
+        """Number of the next reserved place. The first one is the wall clock's microseconds, so that a restarted
+        gateway does not reuse numbers."""
 
     async def publish(self, news: NodeReport) -> PublishResult:
         check_version(news.heartbeat.v)

@@ -1,6 +1,6 @@
-"""Text to tokens: the base model's own tokenizer and chat template, without transformers or torch.
+"""Conversion between text and tokens, with the base model's tokenizer and chat template, without transformers or torch.
 
-The gateway encodes prompts (it must know their length to place them); nodes decode what the engine generates.
+The gateway encodes prompts, since it must know their length to place them. Nodes decode generated tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from cluster.chat_template import ERRORS, compile_template, render
 from cluster.token_bytes import token_bytes
 
 SHORT_CHARACTERS = 512
-"""Tokenised sooner than another thread would have begun."""
+"""Maximum length in characters of text that is tokenised with the GIL held. That takes less time than another thread
+would need to start."""
 
 
 class TextError(ValueError):
-    """The prompt or the messages can't be turned into tokens; the message says why and is fit for the caller."""
+    """The prompt or the messages can't be converted into tokens. The message has the reason, and may be shown to the
+    caller."""
 
 
 class TextTooLong(TextError):
-    """The text certainly has more tokens than were allowed, and was not tokenised."""
+    """The text certainly has more tokens than allowed, and was not tokenised."""
 
 
 class BaseText:
@@ -42,7 +44,7 @@ class BaseText:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if settings.get(name)
         }
-        """The special tokens' texts, as chat templates name them."""
+        """Texts of the special tokens, by the names that chat templates use."""
         self.bos_id = _bos_id(self.tokenizer, self.special.get("bos_token"), config)
         self.eos_ids = end_token_ids(directory)
         self._template = _compile_template(directory, settings)
@@ -50,10 +52,10 @@ class BaseText:
         self._added = _added_tokens(self.tokenizer)
 
     def encode_prompt(self, prompt: str, limit: int | None = None, keep: int | None = None) -> list[int]:
-        """Returns the token ids of a raw prompt with the tokenizer's special tokens; BOS alone when it is empty.
+        """Returns the token ids of a raw prompt, with the tokenizer's special tokens; BOS alone for an empty prompt.
 
-        With `keep`, at most that number: the last ones, but those that the tokenizer adds stay. Raises TextTooLong, at
-        once, when there are certainly more than `limit` tokens.
+        `keep`: keep only the last tokens, `keep` in all, including the special tokens that the tokenizer adds. Raises
+        TextTooLong, without tokenising, when the prompt certainly has more than `limit` tokens.
         """
         if not prompt:
             return [self.bos_id]
@@ -65,8 +67,9 @@ class BaseText:
         return [*ids[:before], *ids[len(ids) - after - room : len(ids) - after], *ids[len(ids) - after :]][:keep]
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Returns the token sequences of each word at a text's beginning and, where it is as long and begins otherwise,
-        behind a space: as vLLM has them."""
+        """Returns the token sequences of each word, like vLLM. The first is that of the word at the beginning of a
+        text. The second, that of the word after a space, is included if it has the same length and another first
+        token."""
         sequences: list[list[int]] = []
         for word in words:
             bare, spaced = (self._ids(space + word.lstrip(), None, special=False) for space in ("", " "))
@@ -76,17 +79,17 @@ class BaseText:
         return sequences
 
     def encode_plain(self, text: str) -> list[int]:
-        """Returns the token ids of the text alone, without any special token around it; none when it is empty."""
+        """Returns the token ids of the text without special tokens; empty for empty text."""
         return self._ids(text, None, special=False) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of the tokens, special ones included. Raises TextError for an id that no token has."""
+        """Returns the text of the tokens, including special tokens. Raises TextError for an unknown token id."""
         self.token_strings(token_ids)
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns each token as the vocabulary writes it. Raises TextError for an id that no token has."""
+        """Returns each token as written in the vocabulary. Raises TextError for an unknown token id."""
         tokens: list[str] = []
         for place, token_id in enumerate(token_ids):
             token = self.tokenizer.id_to_token(token_id)
@@ -98,8 +101,8 @@ class BaseText:
     def encode_chat(
         self, messages: list[dict[str, Any]], limit: int | None = None, *, answer: bool = True, special: bool = False
     ) -> list[int]:
-        """Returns the token ids of a conversation; with `answer` ready for the assistant's turn, with `special` between
-        the special tokens of a raw prompt. Raises TextError, and TextTooLong as `encode_prompt` does."""
+        """Returns the token ids of a conversation. `answer`: append the prompt for the assistant's turn. `special`: add
+        the special tokens of a raw prompt around it. Raises TextError, and TextTooLong as `encode_prompt` does."""
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
@@ -109,8 +112,9 @@ class BaseText:
         return self._ids(text, limit, special=special)
 
     def encode_rendered(self, text: str, limit: int | None = None, *, special: bool = False) -> list[int]:
-        """Returns the token ids of a conversation that another template has rendered, special tokens included. With
-        `special` they stand between those of a raw prompt. Raises TextTooLong as `encode_prompt` does."""
+        """Returns the token ids of a conversation rendered with another template, whose text includes the special
+        tokens. `special`: add the special tokens of a raw prompt around it. Raises TextTooLong as `encode_prompt`
+        does."""
         return self._ids(text, limit, special=special)
 
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:
@@ -118,7 +122,7 @@ class BaseText:
             raise TextTooLong(f"the text has more than {limit} tokens")
         if len(text) <= SHORT_CHARACTERS:
             encoding = self.tokenizer.encode(text, add_special_tokens=special)
-        else:  # `encode` would hold up all other threads for its whole time; this lets them run, and leaves out offsets
+        else:  # `encode` would hold the GIL for its whole time; this releases it, and computes no offsets
             (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids or [self.bos_id]
@@ -138,7 +142,7 @@ def _content(token: Any) -> str:
 
 
 def _added_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Returns how many special tokens the tokenizer puts before and after a text."""
+    """Returns the numbers of special tokens that the tokenizer adds before and after a text."""
     mask = tokenizer.encode("a", add_special_tokens=True).special_tokens_mask
     before = next((place for place, special in enumerate(mask) if not special), 0)
     after = next((place for place, special in enumerate(reversed(mask)) if not special), 0)
@@ -153,7 +157,8 @@ def _bos_id(tokenizer: Tokenizer, token: str | None, config: dict[str, Any]) -> 
 
 
 def end_token_ids(directory: Path) -> frozenset[int]:
-    """Returns the end tokens of both config files: chat models often list the end of turn in one of them only."""
+    """Returns the ids of the end tokens in both config files: chat models often list the end-of-turn token in only one
+    of them."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
@@ -163,9 +168,9 @@ def end_token_ids(directory: Path) -> frozenset[int]:
 
 
 def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:
-    """Returns the base's compiled chat template; None where the base has none."""
+    """Returns the base model's compiled chat template; None if it has none."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.exists() else settings.get("chat_template")
-    if isinstance(source, list):  # several named templates: the one called default
+    if isinstance(source, list):  # several named templates: use the one named default
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     return None if source is None else compile_template(source)

@@ -1,4 +1,5 @@
-"""Bounds on the text that one token can stand for: what is certainly too long for a context needs no tokenising."""
+"""Bounds on the text that one token can represent. With them, text that is certainly too long for a context is refused
+without tokenising it."""
 
 from __future__ import annotations
 
@@ -12,24 +13,24 @@ from tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """`longest`: UTF-8 bytes of text that no single token exceeds. `uncounted`: bytes of text that may not show in any
-    token."""
+    """Bounds of one tokenizer. `longest`: maximum number of UTF-8 bytes of text in a single token. `uncounted`: byte
+    values that may not appear in any token."""
 
     longest: int
     uncounted: bytes = b""
 
     def fewest_tokens(self, text: str) -> int:
-        """Returns a number of tokens that `text` certainly has, or more."""
+        """Returns a lower bound on the number of tokens of `text`."""
         return -(-len(text.encode().translate(None, delete=self.uncounted)) // self.longest)
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """Returns what bounds the tokens of a text from below. None where nothing is certain: the tokenizer may shorten or
-    drop text, or take any number of unknown characters for one token."""
+    """Returns the bounds of the tokenizer. Returns None where there are none: it may shorten or drop text, or combine
+    any number of unknown characters in one token."""
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]
     if any(token["lstrip"] or token["rstrip"] for token in added):
-        return None  # such a token takes all the spaces around it
+        return None  # such a token absorbs all spaces around it
     if not _keeps_length(settings["normalizer"]) or not _keeps_all(settings["pre_tokenizer"]):
         return None
     vocabulary = model.get("vocab")
@@ -45,8 +46,8 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 def _byte_letters() -> list[str]:
-    """Returns the letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, the
-    others for the letters from 256 on."""
+    """Returns, by byte value, the letter that represents the byte in a byte-level vocabulary. Printable bytes represent
+    themselves; the others use the letters from code point 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
@@ -58,7 +59,7 @@ def _normalized_bytes(tokenizer: Tokenizer, content: str) -> int:
 
 
 def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
-    """Returns whether text has at least as many bytes behind the normaliser as before."""
+    """Returns whether normalised text has at least as many bytes as before."""
     if normalizer is None or normalizer["type"] == "Prepend":
         return True
     if normalizer["type"] == "Sequence":
@@ -68,7 +69,7 @@ def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Returns whether the words that text is cut into hold all of it."""
+    """Returns whether the pre-tokenizer keeps all of the text."""
     if pre_tokenizer is None or pre_tokenizer["type"] in ("ByteLevel", "Digits", "Metaspace"):
         return True
     if pre_tokenizer["type"] == "Sequence":

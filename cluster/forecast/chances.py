@@ -1,4 +1,4 @@
-"""Forecasts of calls, by function."""
+"""Forecast probabilities of calls, by function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from cluster.forecast.table import Array
 
 HORIZONS_S = (1.0, 5.0, 30.0, 300.0)
-"""Seconds from now within which a call is forecast."""
+"""Horizons in seconds: a forecast is the probability of a call within each of them."""
 
 
 class Chances(NamedTuple):
@@ -24,7 +24,7 @@ class Chances(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """A function that will probably be called."""
+    """A function that is likely to be called soon."""
 
     key: str
     chance: float
@@ -32,11 +32,11 @@ class Likely(NamedTuple):
 
 
 class Forecasts(Mapping[str, Chances]):
-    """The chances of all functions, kept as an array. Tens of thousands of tuples, made again every 2 s, would have the
-    garbage collector stop the process for longer than an event loop may be held up."""
+    """Chances of all functions by key, stored as one array. Tens of thousands of tuples, created every 2 s, would cause
+    garbage collections that block the event loop for too long."""
 
     def __init__(self, keys: list[str], chances: Array) -> None:
-        """Keeps `chances`, f32[functions, horizons], in the order of the keys."""
+        """Creates the mapping from keys to `chances` f32[functions, horizons], in the same order."""
         self._keys, self._chances = keys, chances
 
     def __getitem__(self, key: str) -> Chances:
@@ -49,8 +49,8 @@ class Forecasts(Mapping[str, Chances]):
         return len(self._keys)
 
     def likeliest(self, min_chance: float, limit: int) -> list[Likely]:
-        """Returns at most `limit` functions that are called within 30 s with `min_chance` or more, the likeliest
-        first."""
+        """Returns the functions whose probability of a call within 30 s is at least `min_chance`, likeliest first.
+        Returns `limit` of them at most."""
         chances = self._chances[:, Chances._fields.index("within_30_s")]
         rows = np.flatnonzero(chances >= min_chance)
         rows = rows[np.argsort(-chances[rows], kind="stable")[:limit]]
@@ -60,5 +60,5 @@ class Forecasts(Mapping[str, Chances]):
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        """The row of `chances` of each key. Made when one function is asked for, which is rare."""
+        """Row in `chances` of each key. Computed only when a single function is looked up, which is rare."""
         return {key: row for row, key in enumerate(self._keys)}

@@ -1,4 +1,4 @@
-"""Forecasts, each second, of the functions that will be called soon."""
+"""Forecaster of the functions that will be called soon, updated every second."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ PARTS: dict[str, Maker] = {
     "histogram": IdleTimes,
 }
 PREDICTORS: dict[str, Maker] = PARTS | {"lstm": Lstm}
-"""The network is no part of the mixture: it takes nearly as long as all others together, and adds nothing
-(docs/results/forecast.md)."""
+"""All predictors, by name. The LSTM is not part of the mixture: it takes nearly as long as all others together and does
+not improve it (docs/results/forecast.md)."""
 DEFAULT = "mix"
-"""Mixes all of PARTS, each weighted by what it got right lately."""
+"""Name of the default predictor: a mixture of all PARTS, each weighted by its recent accuracy."""
 MAX_FUNCTIONS = 40_000
-"""Functions in the table; beyond them the least recently called ones are forgotten."""
+"""Maximum number of functions in the table; beyond it the least recently called ones are dropped."""
 ACTIVE_S = 1800.0
-"""Seconds after its last call for which a function is forecast. It stays in the table for the longest horizon more:
-that nothing came has to be learned as well."""
+"""Seconds after its last call for which a function is forecast. It stays in the table longer, by the longest horizon,
+so that the absence of calls is learned as well."""
 FADING = 0.9998
-"""Each batch of outcomes multiplies what calibration counted before by this."""
+"""Factor by which each batch of outcomes multiplies the earlier counts of the calibration."""
 
 
 class Forecaster:
-    """Learns from the calls of every second. Not safe for use by several threads."""
+    """Forecasts calls, and learns from the calls of every second. Not thread-safe."""
 
     def __init__(self, predictor: str = DEFAULT, *, mixed: Mapping[str, Maker] = PARTS) -> None:
-        """Makes the forecaster of this `predictor`. `mixed`: what the default mixes. Raises ValueError, which names the
-        predictors that there are."""
+        """Creates a forecaster with this `predictor`. `mixed`: parts of the default mixture. Raises ValueError, which
+        lists the known predictors, for an unknown one."""
         if predictor != DEFAULT and predictor not in PREDICTORS:
             raise ValueError(f"unknown predictor {predictor!r}; known are {', '.join((DEFAULT, *PREDICTORS))}")
         makers = mixed if predictor == DEFAULT else {predictor: PREDICTORS[predictor]}
@@ -55,20 +55,20 @@ class Forecaster:
         self._outcomes = Outcomes(self._table, size + 1)
         self._weights = Weights(self._table, len(HORIZONS_S), size)
         self._calibration = Calibration(len(HORIZONS_S), size + 1)
-        """The last of its predictors is the mixture."""
+        """Calibration of all parts and, as the last predictor, of their mixture."""
         self._errors = ForecastError()
         self._odds: tuple[float, Array] = -np.inf, np.zeros((0, len(HORIZONS_S), size + 1), np.float32)
-        """Time at which they were computed, and log-odds f32[functions, horizons, parts and their mixture], not yet
-        calibrated."""
+        """Uncalibrated log-odds f32[functions, horizons, parts and their mixture], preceded by the time at which they
+        were computed."""
         self._unix: float | None = None
         self._now = 0.0
-        """Seconds of a clock that never goes back"""
+        """Seconds of a clock that never goes back."""
         self._observed_at: float | None = None
 
     def observe(self, now: float, counts: Mapping[str, int]) -> None:
-        """Takes the calls per function key during the second that ends at `now`, in unix seconds.
+        """Learns from the number of calls per function key during the second that ends at `now`, in Unix seconds.
 
-        Seconds may be missed, and the clock may go back.
+        Seconds may be skipped, and the clock may go back.
         """
         self._advance(now)
         elapsed = 1.0 if self._observed_at is None else self._now - self._observed_at
@@ -85,14 +85,14 @@ class Forecaster:
         self._outcomes.record(self._now, np.where(self._active()[:, None, None], odds, np.nan))
 
     def forecast(self, now: float) -> Forecasts:
-        """Returns the chances of every function that was called in the last 30 minutes. Those computed when a second
-        was observed are good for another second."""
+        """Returns the chances of every function that was called in the last 30 minutes. `now` is in Unix seconds.
+        Uncalibrated forecasts are reused for up to a second."""
         keys, chances = self.forecast_parts(now, slice(-1, None))
         return Forecasts(keys, np.maximum.accumulate(chances[:, :, 0], axis=1))
 
     def forecast_parts(self, now: float, predictors: slice = ALL) -> tuple[list[str], Array]:
-        """Returns the functions' keys and f32[functions, horizons, parts and their mixture], calibrated; only these
-        `predictors` of the latter."""
+        """Returns the functions' keys and their calibrated chances f32[functions, horizons, predictors]. `predictors`
+        selects among the parts and, as the last one, their mixture."""
         self._advance(now)
         active = self._active()
         odds = self._odds[1] if self._now - self._odds[0] < 1.0 else self._compute_odds()
@@ -100,8 +100,8 @@ class Forecaster:
         return list(compress(self._table.keys, active.tolist())), chances
 
     def error(self) -> dict[str, float]:
-        """Returns log loss and Brier score of recent forecasts by `log_loss_` or `brier_` and the name of a field of
-        Chances. Horizons without outcomes yet are left out."""
+        """Returns log loss and Brier score of recent forecasts by name: `log_loss_` or `brier_`, followed by a field
+        name of Chances. Horizons without outcomes are left out."""
         return self._errors.means()
 
     def _advance(self, unix: float) -> None:
@@ -110,12 +110,13 @@ class Forecaster:
         self._unix = unix
 
     def _active(self) -> Array:
-        """Returns bool[functions]: whether each was called in the last 30 minutes."""
+        """Returns bool[functions]: whether each function was called in the last 30 minutes."""
         active: Array = self._table.last_call.live >= self._now - ACTIVE_S
         return active
 
     def _compute_odds(self) -> Array:
-        """Computes log-odds, f32[functions, horizons, parts and their mixture], and keeps them."""
+        """Computes, stores and returns the log-odds f32[functions, horizons, parts and their mixture], not yet
+        calibrated."""
         odds = log_odds(np.stack([predictor.chances(self._now) for predictor in self._predictors], axis=2))
         mixture = self._weights.mix(self._calibration.chances(odds, ALL, slice(len(self.parts))))
         self._odds = self._now, np.concatenate([odds, log_odds(mixture)[:, :, None]], axis=2)

@@ -1,4 +1,4 @@
-"""Forecasts from how long functions were idle between calls ("Serverless in the Wild", ATC 2020)."""
+"""Predictor based on the idle times between a function's calls ("Serverless in the Wild", ATC 2020)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from cluster.forecast.predictor import HORIZONS, Second
 from cluster.forecast.table import Array, FunctionTable
 
 EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 2101, 60)], dtype=np.float64)
-"""Bin i holds the idle times in (edge i, edge i + 1], the last bin all longer ones. Bins are a minute wide as in the
-paper, finer below a minute. The last edge is the longest idle time that is forecast from, plus the longest horizon."""
+"""Edges of the histogram's bins, in seconds. Bin i has the idle times in (edge i, edge i + 1]; the last bin has all
+longer ones. Bins are one minute wide as in the paper, and finer below a minute. The last edge is the longest idle time
+used for forecasts, plus the longest horizon."""
 WIDTHS_S = np.diff(EDGES_S)
 SHARED_WEIGHT = 2.0
-"""Idle times as which the histogram of all functions counts in that of each function."""
+"""Weight, in idle times, of the histogram of all functions in that of each function."""
 HALF_LIFE = 64.0
-"""Later idle times of its function after which one counts half."""
+"""Half-life, in later idle times of the same function, of an idle time's weight."""
 SHARED_HALF_LIFE = 200_000.0
-"""Later idle times after which one counts half in the histogram of all functions."""
+"""Half-life, in idle times of any function, of an idle time's weight in the histogram of all functions."""
 
 
 class IdleTimes:
-    """Forecasts the end of the idle time that a function is in, by its own histogram of idle times and that of all
-    functions. Inside a bin, idle times are taken to be spread evenly."""
+    """Forecasts the end of each function's current idle time, from two histograms of idle times: the function's, and
+    that of all functions. Within a bin, idle times are assumed to be uniformly distributed."""
 
     def __init__(self, table: FunctionTable) -> None:
         self._last_call = table.last_call
         self._counts = table.column((len(EDGES_S),))
-        """Weight of the function's idle times that were longer than each edge"""
+        """Weight of each function's idle times that were longer than each edge."""
         self._shared = np.arange(len(EDGES_S), 0.0, -1.0)
-        """The same for all functions; it starts with one idle time in each bin."""
+        """Same weights over all functions, starting with one idle time in each bin."""
 
     def observe(self, second: Second) -> None:
         longer = second.idle[:, None] > EDGES_S
@@ -45,7 +46,8 @@ class IdleTimes:
         return chances
 
     def _longer(self, idle: Array) -> Array:
-        """Returns f32[functions], the weight of idle times longer than f64[functions]; it is linear between edges."""
+        """Returns the weight f32[functions] of idle times longer than `idle` f64[functions] seconds, interpolated
+        linearly between edges."""
         idle = np.minimum(idle, EDGES_S[-1])
         edge = np.clip(np.searchsorted(EDGES_S, idle, side="right") - 1, 0, len(EDGES_S) - 2)
         part = ((idle - EDGES_S[edge]) / WIDTHS_S[edge]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Forecasts with a recurrent network from the last windows of a function."""
+"""Predictor that runs an LSTM network over the last windows of each function's calls."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from cluster.forecast.table import Array, FunctionTable
 
 WINDOW_S = 30.0
 STEPS = 10
-"""Windows that the network reads."""
+"""Number of windows that the network reads."""
 OBSERVE_EVERY_S = 5.0
 OBSERVED = 32
-"""Functions, drawn at random every OBSERVE_EVERY_S, that become observations to learn from."""
+"""Number of functions drawn at random every OBSERVE_EVERY_S as training observations."""
 CHUNK = 4096
-"""Functions that go through the network at once, which bounds its memory."""
+"""Number of functions in one forward pass, which bounds memory."""
 MEMORY_S = 1800.0
-"""Seconds in which the weight of a call falls to 1/e, in the mean rate that the readout gets."""
+"""Time in which the weight of a call falls to 1/e in the mean rate, an input of the readout."""
 
 
 @dataclass
 class _Waiting:
-    """Observations that wait for their outcomes."""
+    """Observations made at one time that wait for their outcomes."""
 
     at: float
     lot: Observations
     horizon: int = 0
-    """The next one that ends"""
+    """Index of the next horizon that ends."""
 
 
 class Lstm:
-    """Runs the network over the last windows of every function when a window ends, and its readout every second."""
+    """Predictor that runs the network over every function's last windows when a window ends, and its readout every
+    second."""
 
     def __init__(self, table: FunctionTable, trainer: TrainerLike | None = None, window_s: float = WINDOW_S) -> None:
-        """Starts from drawn parameters without a `trainer`."""
+        """Creates a predictor with this `trainer`, or with a new one of random parameters."""
         self._table, self._window_s = table, window_s
         self._trainer: TrainerLike = trainer or Trainer(draw_parameters(np.random.default_rng(0)))
         self._counts = table.column((STEPS + 1,))
-        """Calls in the last windows, and in the one that runs"""
+        """Calls in each of the last windows and in the current one."""
         self._state = table.column((UNITS,))
         self._rate = table.column()
         self._begin: float | None = None
@@ -52,7 +53,7 @@ class Lstm:
         self._rng = np.random.default_rng(0)
         self._requests = 0
         self._new_state = np.zeros(UNITS, np.float32)
-        """Values of a function that enters."""
+        """Network state of an entering function, f32[UNITS]."""
         self._refresh()
         table.entered.append(self._enter)
 
@@ -79,7 +80,7 @@ class Lstm:
         return chances
 
     def _shift(self, windows: int) -> None:
-        """Begins a new window for each one that has ended."""
+        """Starts a new window for each of the `windows` that have ended."""
         for _ in range(min(windows, STEPS + 1)):
             self._counts.live[:, :-1] = self._counts.live[:, 1:].copy()
             self._counts.live[:, -1] = 0
@@ -98,13 +99,14 @@ class Lstm:
         self._state.live[first_row : first_row + len(keys)] = self._new_state
 
     def _windows(self, rows: slice | Array) -> Array:
-        """Returns the last windows, f32[functions, STEPS, FEATURES]."""
+        """Returns the features of the last windows, f32[functions, STEPS, FEATURES]."""
         counts = self._counts.live[rows, :-1]
         return np.stack([np.log1p(counts), (counts > 0).astype(np.float32)], axis=2)
 
     def _moment(self, now: float, rows: slice | Array) -> Array:
-        """Returns f32[functions, MOMENT], about 0 to 1: the logarithm of the time since the last call; whether the
-        current window has one; how much of that window is over; the logarithm of the mean rate."""
+        """Returns the readout's inputs at time `now`, f32[functions, MOMENT], each about 0 to 1. They are the logarithm
+        of the time since the last call, whether the current window has a call, the elapsed fraction of that window, and
+        the logarithm of the mean rate."""
         idle = np.log1p(np.maximum(0.0, now - self._table.last_call.live[rows])) / np.log1p(MEMORY_S)
         over = 0.0 if self._begin is None else (now - self._begin) / self._window_s
         moment = np.empty((len(idle), MOMENT), np.float32)
@@ -124,7 +126,7 @@ class Lstm:
         self._waiting.append(_Waiting(now, Observations(keys, self._windows(rows), self._moment(now, rows), outcomes)))
 
     def _resolve(self, now: float) -> None:
-        """Adds outcomes to waiting observations. Those whose horizon's end was missed are dropped."""
+        """Adds outcomes to the waiting observations. Observations whose horizon ended too long ago are dropped."""
         waiting_still = list[_Waiting]()
         for waiting in self._waiting:
             late = now - waiting.at - HORIZONS_S[waiting.horizon]

@@ -1,7 +1,7 @@
-"""The network that forecasts: two LSTM layers and a readout (Predictive-LoRA, section III.A), forward and backward.
+"""Forward and backward passes of the network: two LSTM layers and a readout (Predictive-LoRA, section III.A).
 
-A step's input is what a window of calls looked like, and the function's embedding. Behind the last step, the readout
-sees the upper layer's state and what has been seen since the window ended.
+The input of a step is the features of a window of calls and the function's embedding. After the last step, the readout
+gets the upper layer's state and what has been observed since the window ended.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from cluster.forecast.table import Array
 UNITS = 64
 EMBEDDING = 16
 FEATURES = 2
-"""Inputs of a window: log(1 + calls), and whether there was one."""
+"""Number of features of a window: log(1 + calls), and whether there was a call."""
 MOMENT = 4
-"""Inputs of the moment of a forecast; `lstm.py` says what they are."""
+"""Number of inputs at the time of a forecast; `lstm.Lstm._moment` describes them."""
 SHAPES = {
     "lower": (FEATURES + EMBEDDING + UNITS, 4 * UNITS),
     "lower_bias": (4 * UNITS,),
@@ -26,21 +26,21 @@ SHAPES = {
     "readout_bias": (len(HORIZONS_S),),
     "embedding": (EMBEDDING,),
 }
-"""Layers take their input above their own state; gates are side by side: input, forget, cell, output. `embedding` is
-that of a function that was not seen before."""
+"""Shapes of the parameters. In a layer's matrix, the rows of its input precede those of its state. The gates are side
+by side: input, forget, cell, output. `embedding` is the one of new functions."""
 
 Parameters = dict[str, Array]
 
 
 def draw_parameters(rng: np.random.Generator) -> Parameters:
-    """Returns f32 parameters, evenly drawn within 1 / sqrt(UNITS)."""
+    """Returns random f32 parameters, uniform within +-1 / sqrt(UNITS)."""
     bound = 1 / np.sqrt(UNITS)
     return {name: rng.uniform(-bound, bound, shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def states(parameters: Parameters, windows: Array, embedding: Array) -> Array:
-    """Returns [n, UNITS], the upper layer's state behind [n, steps, FEATURES] windows of functions with [n, EMBEDDING]
-    embeddings."""
+    """Returns the upper layer's state [n, UNITS] after the last step. `windows` is [n, steps, FEATURES]; `embedding` is
+    [n, EMBEDDING]."""
     zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
     lower = upper = zero, zero
     for step in range(windows.shape[1]):
@@ -51,7 +51,7 @@ def states(parameters: Parameters, windows: Array, embedding: Array) -> Array:
 
 
 def read_out(parameters: Parameters, state: Array, moment: Array) -> Array:
-    """Returns log-odds [n, horizons] from [n, UNITS] states and [n, MOMENT]."""
+    """Returns log-odds [n, horizons]. `state` is [n, UNITS]; `moment` is [n, MOMENT]."""
     odds: Array = np.concatenate([state, moment], axis=1) @ parameters["readout"] + parameters["readout_bias"]
     return odds
 
@@ -59,8 +59,8 @@ def read_out(parameters: Parameters, state: Array, moment: Array) -> Array:
 def loss_and_gradients(
     parameters: Parameters, windows: Array, embedding: Array, moment: Array, outcomes: Array
 ) -> tuple[float, Parameters, Array]:
-    """Returns the mean cross-entropy over functions and horizons of the outcomes [n, horizons] (0 or 1), and its
-    gradients. Those are by the parameters but `embedding`, and by each function's embedding, [n, EMBEDDING]."""
+    """Returns the loss, the gradients of the parameters except `embedding`, and the gradients of the embeddings, [n,
+    EMBEDDING]. The loss is the mean cross-entropy over functions and horizons. `outcomes` is [n, horizons], 0 or 1."""
     tape: list[tuple[_Tape, _Tape]] = []
     zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
     lower = upper = zero, zero
@@ -82,12 +82,12 @@ def loss_and_gradients(
 
 
 _Tape = tuple[Array, Array, Array, Array]
-"""Values of one step of one layer: its input with its own state, the cell before, the four gates, tanh of the cell
-after it."""
+"""Values that the backward pass needs of one step of one layer: input and state, previous cell, the four gates, tanh of
+the new cell."""
 
 
 def _cell(parameters: Parameters, layer: str, below: Array, state: Array, cell: Array) -> tuple[Array, Array, _Tape]:
-    """Computes one step of a layer. Returns the layer's state and cell behind the step, and what `_backward` needs."""
+    """Computes one step of a layer. Returns the layer's new state and cell, and the values that `_backward` needs."""
     inputs = np.concatenate([below, state], axis=1)
     gates = inputs @ parameters[layer] + parameters[f"{layer}_bias"]
     for begin, end in ((0, 2), (3, 4)):
@@ -101,8 +101,8 @@ def _cell(parameters: Parameters, layer: str, below: Array, state: Array, cell: 
 
 
 def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state: Array, gradients: Parameters) -> Array:
-    """Adds to the layers' gradients, from the gradient by the upper layer's last state; returns the gradient by the
-    embeddings."""
+    """Adds the layers' gradients to `gradients`, starting from the gradient of the upper layer's last state. Returns
+    the gradients of the embeddings."""
     zero = np.zeros_like(by_state)
     by_upper, by_upper_cell, by_lower, by_lower_cell = by_state, zero, zero, zero
     by_embedding = np.zeros((len(by_state), EMBEDDING), by_state.dtype)
@@ -119,8 +119,8 @@ def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state:
 def _cell_backward(
     parameters: Parameters, layer: str, tape: _Tape, by_behind: tuple[Array, Array], gradients: Parameters
 ) -> tuple[Array, Array]:
-    """Returns the gradients by a step's input (with the state before it) and by the cell before it. Needs those by the
-    step's state and cell. Adds those by the layer's parameters to `gradients`."""
+    """Returns the gradients of a step's input (with the previous state) and of the previous cell. `by_behind` has the
+    gradients of the step's state and cell. Adds the gradients of the layer's parameters to `gradients`."""
     inputs, cell, gates, shown = tape
     let_in, keep, new, show = np.split(gates, 4, axis=1)
     by_state, by_cell = by_behind

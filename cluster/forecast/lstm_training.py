@@ -1,4 +1,4 @@
-"""Trains the network from recent outcomes (Predictive-LoRA, section III.A, "Online Learning")."""
+"""Training of the LSTM network on recent outcomes (Predictive-LoRA, section III.A, "Online Learning")."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from cluster.forecast.lstm_cells import EMBEDDING, Parameters, loss_and_gradient
 from cluster.forecast.table import Array
 
 REPLAY = 10_000
-"""Observations that are kept; the oldest are dropped."""
+"""Maximum number of stored observations; beyond it the oldest are dropped."""
 UPDATE_EVERY = 100
-"""Requests between two updates; there is at most one update a second."""
+"""Number of requests between two updates; there is at most one update a second."""
 BATCH = 64
 LEARNING_RATE = 1e-3
 MAX_EMBEDDINGS = 40_000
-"""Functions with their own embedding; the least recently trained return to the shared one."""
+"""Maximum number of functions with their own embedding; the least recently trained return to the shared one."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """Inputs of functions at a moment, and the calls that came."""
+    """Inputs of n functions at one time, and whether calls came."""
 
     keys: list[str]
     windows: Array
-    """f32[n, steps, FEATURES]"""
+    """Features of the last windows, f32[n, steps, FEATURES]."""
     moment: Array
-    """f32[n, MOMENT]"""
+    """Inputs of the readout, f32[n, MOMENT]."""
     outcomes: Array
-    """f32[n, horizons]: 1 where a call came within the horizon."""
+    """Outcomes f32[n, horizons]: 1 where a call came within the horizon."""
 
 
 class TrainerLike(Protocol):
-    """A Trainer, or what stands for one that is elsewhere."""
+    """Interface of a Trainer, or of a proxy for one in another process."""
 
     parameters: Parameters
     embeddings: dict[str, Array]
@@ -45,7 +45,7 @@ class TrainerLike(Protocol):
 
 
 class Adam:
-    """Kingma and Ba's optimiser (2015), of arrays by their name."""
+    """Adam optimiser (Kingma and Ba, 2015) for named arrays."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -53,6 +53,7 @@ class Adam:
         self._means: dict[str, tuple[Array, Array]] = {}
 
     def step(self, parameters: Parameters, gradients: Parameters) -> None:
+        """Updates `parameters` in place by one step along `gradients`."""
         self._steps += 1
         fade_mean, fade_square = 1 - 0.9**self._steps, 1 - 0.999**self._steps
         for name, gradient in gradients.items():
@@ -64,26 +65,27 @@ class Adam:
 
 
 class Trainer:
-    """Owns the parameters that are being trained, and the functions' embeddings."""
+    """Trains the parameters and the functions' embeddings, which it owns."""
 
     def __init__(self, parameters: Parameters, seed: int = 0) -> None:
         self.parameters = dict(parameters)
         self.embeddings: dict[str, Array] = {}
-        """f32[EMBEDDING] for each function that was trained"""
+        """Embedding f32[EMBEDDING] of each trained function, by key."""
         self._adam = Adam(LEARNING_RATE)
         self._rng = np.random.default_rng(seed)
         self._lots: list[Observations] = []
         self._size = 0
 
     def add(self, lot: Observations) -> None:
-        """Keeps the observations for replay; drops the oldest beyond REPLAY."""
+        """Stores the observations for replay; drops the oldest beyond REPLAY."""
         self._lots.append(lot)
         self._size += len(lot.keys)
         while self._size - len(self._lots[0].keys) >= REPLAY:
             self._size -= len(self._lots.pop(0).keys)
 
     def update(self) -> float | None:
-        """Trains on one batch. Returns its loss; None, doing nothing, while there are not enough observations."""
+        """Trains on one batch and returns its loss. Returns None, and does nothing, while there are fewer than BATCH
+        observations."""
         if self._size < BATCH:
             return None
         batch = self._draw()
@@ -101,7 +103,7 @@ class Trainer:
         return loss
 
     def _draw(self) -> Observations:
-        """Returns a batch in which each kept observation is equally likely."""
+        """Returns a random batch in which each stored observation is equally likely."""
         sizes = np.cumsum([len(lot.keys) for lot in self._lots])
         drawn = self._rng.integers(0, self._size, BATCH)
         lots = np.searchsorted(sizes, drawn, side="right")
@@ -116,7 +118,8 @@ class Trainer:
 
 
 def embedding_of(trainer: TrainerLike, keys: list[str]) -> Array:
-    """Returns f32[functions, EMBEDDING], with the shared one for functions that were not trained."""
+    """Returns the functions' embeddings f32[functions, EMBEDDING]; functions that were not trained have the shared
+    one."""
     if not keys:
         return np.zeros((0, EMBEDDING), np.float32)
     return np.stack([trainer.embeddings.get(key, trainer.parameters["embedding"]) for key in keys])

@@ -1,4 +1,4 @@
-"""Forecasts wait here for their outcomes."""
+"""Store of forecasts that wait for their outcomes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from cluster.forecast.chances import HORIZONS_S
 from cluster.forecast.table import Array, FunctionTable
 
 SLOTS = (1, 5, 5, 5)
-"""Forecasts of each horizon that wait at once: one is recorded every horizon / slots seconds."""
+"""Number of forecasts of each horizon that wait at once. One is recorded every horizon / slots seconds."""
 TOLERANCE_S = 0.5
-"""An outcome is dropped if it is checked later than this after its horizon: calls since would count for it."""
+"""Maximum delay of an outcome's check after the end of its horizon. A later one is dropped, because calls since then
+would count too."""
 
 
 class Outcomes:
-    """Reports for each recorded forecast whether a call came within its horizon."""
+    """Records forecasts, and reports for each one whether a call came within its horizon."""
 
     def __init__(self, table: FunctionTable, predictors: int) -> None:
-        """Prepares to record the log-odds of this number of `predictors`."""
+        """Creates a store for the log-odds of this number of `predictors`."""
         self._table = table
         self._waiting = [table.column((slots, predictors), fill=np.nan, dtype=np.float16) for slots in SLOTS]
         self._taken_at = [[-np.inf] * slots for slots in SLOTS]
 
     def resolve_due(self, now: float) -> Iterator[tuple[int, Array, Array, Array]]:
-        """Yields for each forecast whose horizon is over: the horizon's number, i64 rows of the functions that were in
-        the table all the time, their log-odds f32[functions, predictors], and bool[functions] whether a call came."""
+        """Yields (horizon, rows, log-odds, came true) for each forecast whose horizon has ended. `horizon` is an index
+        into HORIZONS_S. Rows, i64, are of the functions that were in the table all the time. Log-odds are
+        f32[functions, predictors]. The last array, bool[functions], is whether a call came."""
         for number, taken_at in enumerate(self._taken_at):
             for slot, at in enumerate(taken_at):
                 late = now - at - HORIZONS_S[number]
@@ -39,8 +41,8 @@ class Outcomes:
                     yield number, rows, odds[rows].astype(np.float32), self._table.last_call.live[rows] > at
 
     def record(self, now: float, odds: Array) -> None:
-        """Records log-odds f32[functions, horizons, predictors] of those horizons whose next forecast is due. Functions
-        that are not forecast have NaN."""
+        """Records the forecasts of those horizons whose next one is due. `odds` are log-odds f32[functions, horizons,
+        predictors], NaN for functions without a forecast."""
         for number, taken_at in enumerate(self._taken_at):
             stride = HORIZONS_S[number] / SLOTS[number]
             if now - max(taken_at) >= stride - TOLERANCE_S and -np.inf in taken_at:

@@ -15,35 +15,36 @@ HORIZONS = np.array(HORIZONS_S)
 
 @dataclass(frozen=True)
 class Second:
-    """The calls of one second."""
+    """Calls of all functions during one second."""
 
     now: float
-    """End of the second, by a clock that never goes back."""
+    """Time at which the second ends, in seconds of a clock that never goes back."""
     elapsed: float
-    """Seconds since the end of the second observed before; more than 1 if some were missed."""
+    """Seconds since the end of the previously observed second; more than 1 if some were skipped."""
     unix: float
-    """End of the second, as the host's clock reports it."""
+    """Time at which the second ends, in Unix seconds by the host's clock."""
     rows: Array
-    """i64: the functions that were called, by their rows in the table."""
+    """Rows in the table of the called functions, i64[called]."""
     counts: Array
-    """f32: how often."""
+    """Number of calls of each of these functions, f32[called]."""
     idle: Array
-    """f64: seconds since the second with their call before; infinite for a function that was not in the table."""
+    """Seconds since the second of each function's previous call, f64[called]; infinite for a function that was not in
+    the table."""
 
 
 class Predictor(Protocol):
-    """Estimates the chances of calls. Its state is in columns of the forecaster's table, and what it learned of all
-    functions together."""
+    """Interface of a predictor: it estimates the chances of calls. Its state is in columns of the forecaster's table,
+    and in what it has learned about all functions together."""
 
     def observe(self, second: Second) -> None: ...
 
     def chances(self, now: float) -> Array:
-        """Returns f32[functions, horizons]: estimates of the probability of a call, 0 to 1, not yet calibrated."""
+        """Returns estimated probabilities (0 to 1) of a call, f32[functions, horizons], not yet calibrated."""
         ...
 
 
 def chances_of_rate(rate: Array) -> Array:
-    """Returns the chances, f32[functions, horizons], of calls that come by Poisson's law, at f32[functions] calls per
+    """Returns the chances f32[functions, horizons] of Poisson-distributed calls. `rate` f32[functions] is in calls per
     second."""
     chances: Array = -np.expm1(-rate[:, None] * HORIZONS.astype(np.float32))
     return chances

@@ -1,4 +1,4 @@
-"""Two predictors forecast from how often a function was called lately."""
+"""Two predictors based on the recent call rate of a function."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from cluster.forecast.predictor import Second, chances_of_rate
 from cluster.forecast.table import Array, FunctionTable
 
 WINDOW_S = 30.0
-"""Predictive-LoRA found it to be best, section V.F."""
+"""Length of the window. Predictive-LoRA found this value to be the best (section V.F)."""
 MEMORY_S = 300.0
-"""Seconds in which the weight of a call falls to 1/e."""
+"""Time in which the weight of a call falls to 1/e."""
 
 
 class LastWindow:
-    """Expects the calls of the last window in the next one. The window slides: of the window before the current one, so
-    much counts as the current one still lacks."""
+    """Expects as many calls in the next window as in the last one. The window slides: the previous window counts in
+    proportion to the part of the current one that is still to come."""
 
     def __init__(self, table: FunctionTable, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -37,7 +37,7 @@ class LastWindow:
 
 
 class Ewma:
-    """Expects the exponentially weighted moving average of the rate."""
+    """Expects calls at the exponentially weighted moving average of the rate."""
 
     def __init__(self, table: FunctionTable, memory_s: float = MEMORY_S) -> None:
         self._memory_s = memory_s

@@ -1,4 +1,4 @@
-"""Forecasts from the hour of the day and the day of the week, in UTC."""
+"""Predictor based on the hour of the day and the day of the week, in UTC."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from cluster.forecast.table import Array, FunctionTable
 
 DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S
-"""Unix time of its first Monday."""
+"""Unix time of the first Monday after the epoch, in seconds."""
 SHRINKAGE = 4.0
-"""Calls as which a slot's usual share counts, so that with few calls an hour is taken for a usual one."""
+"""Number of prior calls with which each slot's share is pulled towards the average. With few calls an hour thus counts
+as an average one."""
 MAX_REMEMBERED = 40_000
-"""Functions that are remembered while they are not in the table; the first to leave is forgotten first."""
+"""Maximum number of functions remembered after they left the table; the first to leave is dropped first."""
 
 
 @dataclass(frozen=True)
 class Season:
-    """A season is a period that repeats, in equal slots."""
+    """Repeating period (day or week), divided into equal slots."""
 
     begin_s: float
     slots: int
     slot_s: float
     fading: float
-    """Each period multiplies the weight of earlier ones by this."""
+    """Factor by which each period multiplies the weight of earlier ones."""
 
     @property
     def period_s(self) -> float:
+        """Length of the period in seconds."""
         return self.slots * self.slot_s
 
     def place(self, unix: Array | float) -> tuple[Array, Array]:
-        """Returns the number of the current period, and the seconds since it began."""
+        """Returns the number of the period at Unix time `unix`, and the seconds since it began."""
         number, offset = np.divmod(np.asarray(unix, np.float64) - self.begin_s, self.period_s)
         return number, offset
 
     def exposure(self, born: Array, unix: float) -> tuple[int, Array]:
-        """Returns the current slot, and the weighted seconds that functions born then have spent in it."""
+        """Returns the slot at Unix time `unix`, and the functions' exposure to it. The exposure is the weighted seconds
+        that functions first called at `born` (Unix time) have spent in that slot."""
         period, offset = self.place(unix)
         slot = int(offset // self.slot_s)
         born_period, born_offset = self.place(np.minimum(born, unix))
@@ -51,11 +54,11 @@ class Season:
 
 
 SEASONS = (Season(0.0, 24, 3600.0, 0.8), Season(MONDAY_S, 7, DAY_S, 0.8), Season(0.0, 1, DAY_S, 0.8))
-"""Hours of the day, days of the week, and whole days, which give the usual rate."""
+"""Seasons used: hours of the day, days of the week, and whole days, which give the average rate."""
 
 
 class Seasonal:
-    """Expects a function's usual rate, times the share of it that this hour and this weekday usually have."""
+    """Expects a function's average rate, multiplied by the usual factors of the current hour and weekday."""
 
     def __init__(self, table: FunctionTable) -> None:
         self._calls = [table.column((season.slots,)) for season in SEASONS]
@@ -87,7 +90,8 @@ class Seasonal:
         return chances_of_rate((rate * relative).astype(np.float32))
 
     def _in_slot(self, season: int, unix: float) -> tuple[Array, Array]:
-        """Returns the weighted calls and seconds of every function in the current slot."""
+        """Returns the weighted calls and weighted seconds of every function in the slot at `unix`. `season` is an index
+        into SEASONS."""
         of = SEASONS[season]
         slot, exposure = of.exposure(self._born.live, unix)
         passed = np.maximum(0.0, of.place(unix)[0] - of.place(self._touched.live)[0])

@@ -1,4 +1,4 @@
-"""The table of functions that were called lately: a row for each, in columns that predictors own."""
+"""Table of the recently called functions: one row per function, in columns owned by the predictors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 FIRST_ROOM = 1024
-"""Rows with which columns start; they double until the table's limit."""
+"""Initial number of rows in each column. It doubles as needed, up to the table's limit."""
 
 
 class Column:
-    """Value, or small array, of each function. The table moves, resets and grows it."""
+    """Column of a FunctionTable: a value or a small array per function. The table moves, resets and grows it."""
 
     def __init__(self, table: FunctionTable, room: int, shape: tuple[int, ...], fill: float, dtype: type) -> None:
         self._table = table
@@ -23,30 +23,34 @@ class Column:
 
     @property
     def live(self) -> Array:
-        """The table's rows, as a view: it is valid until functions enter or leave."""
+        """View of the rows in use, valid until functions enter or leave the table."""
         return self._values[: len(self._table)]
 
     @property
     def bytes(self) -> int:
+        """Memory of the column in bytes, including unused rows."""
         return int(self._values.nbytes)
 
     def grow(self, room: int) -> None:
-        """Enlarges the column to `room` rows, new ones filled; does nothing if there is as much room."""
+        """Enlarges the column to `room` rows, and fills the new ones. Does nothing if it is already that large."""
         if room > len(self._values):
             larger = np.full((room, *self._values.shape[1:]), self._fill, self._values.dtype)
             larger[: len(self._values)] = self._values
             self._values = larger
 
     def move(self, source: Array, target: Array) -> None:
+        """Copies the values of rows `source` to rows `target`."""
         self._values[target] = self._values[source]
 
     def reset(self, begin: int, end: int) -> None:
+        """Sets rows `begin` to `end` - 1 to the fill value."""
         self._values[begin:end] = self._fill
 
 
 class FunctionTable:
-    """Rows 0 to n - 1 are functions, in no order. A function enters when it is called, and leaves when it has not been
-    called for `idle_s`, or was called least recently of more than `limit`."""
+    """Table with one row (0 to n - 1, in no order) per recently called function. A function enters when it is called.
+    It leaves when it has not been called for `idle_s` seconds. Beyond `limit` functions, the least recently called ones
+    leave."""
 
     def __init__(self, limit: int, idle_s: float) -> None:
         self._limit, self._idle_s = limit, idle_s
@@ -56,42 +60,42 @@ class FunctionTable:
         self.keys: list[str] = []
         """Keys of the functions, by row."""
         self.entered: list[Callable[[list[str], int], None]] = []
-        """Called with the keys that enter and the first of their rows, which follow each other."""
+        """Callbacks run with the keys of entering functions and the first of their consecutive rows."""
         self.leaving: list[Callable[[list[str], Array], None]] = []
-        """Called with the keys that leave and their rows, while these are still there."""
+        """Callbacks run with the keys of leaving functions and their rows, before these are removed."""
         self.last_call = self.column(fill=-np.inf, dtype=np.float64)
-        """Seconds of the forecaster's clock at the end of the second with the last call."""
+        """Time (forecaster's clock, seconds) at the end of the second with each function's last call."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     @property
     def bytes(self) -> int:
-        """The bytes of all columns, with their room for more functions."""
+        """Memory of all columns in bytes, including unused rows."""
         return sum(column.bytes for column in self._columns)
 
     def column(self, shape: tuple[int, ...] = (), *, fill: float = 0.0, dtype: type = np.float32) -> Column:
-        """Returns a new column, in which a function that enters has `fill`."""
+        """Returns a new column; an entering function starts with the value `fill`."""
         column = Column(self, self._room, shape, fill, dtype)
         self._columns.append(column)
         return column
 
     def last_calls(self, keys: list[str]) -> Array:
-        """Returns f64: when these functions were called last; minus infinity where they have left."""
+        """Returns the times f64[keys] of these functions' last calls; minus infinity for functions not in the table."""
         present = [(number, row) for number, key in enumerate(keys) if (row := self._rows.get(key)) is not None]
         last = np.full(len(keys), -np.inf)
         last[[number for number, _ in present]] = self.last_call.live[[row for _, row in present]]
         return last
 
     def expire(self, now: float) -> None:
-        """Removes the functions that have not been called for `idle_s`."""
+        """Removes the functions that have not been called for `idle_s` seconds."""
         self._remove(self.last_call.live < now - self._idle_s)
 
     def record(self, keys: list[str], now: float) -> tuple[Array, Array]:
-        """Records that these different functions were called in the second that ends now; new ones enter.
+        """Records calls of these distinct functions in the second that ends at `now`; new functions enter.
 
-        Returns i64 their rows, f64 the seconds since their calls before; infinite for those that enter. Keys beyond the
-        table's limit are left out.
+        Returns their rows, i64, and the seconds since their previous calls, f64, infinite for entering functions. Keys
+        beyond the table's limit are left out.
         """
         keys = keys[: self._limit]
         present = [row for key in keys if (row := self._rows.get(key)) is not None]
@@ -124,7 +128,7 @@ class FunctionTable:
             notify(keys, begin)
 
     def _remove(self, leaving: Array) -> None:
-        """Removes the rows that are `leaving`: the last rows that stay move into their gaps."""
+        """Removes the rows marked in `leaving`, bool[functions]. The last remaining rows move into the gaps."""
         removed = np.flatnonzero(leaving)
         if not len(removed):
             return
