@@ -65,7 +65,7 @@ def silu_mul(gate_up, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def load_rotated(at, mask, c, s, weight, eps, NORMED: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr):
     """Returns the (lower, upper) halves [BH, BD] of the rotated heads at the pointers `at`.
 
-    With NORMED the heads are normalised first. Each product and each sum is rounded to the dtype of x.
+    With NORMED the heads are normalised first. Each product and each sum is rounded to the heads' dtype.
     """
     dtype: tl.constexpr = at.dtype.element_ty
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
