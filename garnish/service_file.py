@@ -86,7 +86,7 @@ class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tenant: Text | None = None
     alias: Text | None = None
     provisioned: Provisioned | Literal[0] | None = None  # type: ignore[assignment]
-    """0 means none, as in earlier files"""
+    """0 means none; it is accepted since earlier versions of the file had it"""
 
     def policy(self) -> dict[str, Any]:
         """Returns the policy fields that the file states."""
