@@ -64,8 +64,8 @@ RANK_TERM: dict[RankTerm, Callable[[RankMix], int]] = {
 class DecodeRun:
     """Decode steps of a batch that does not change, computed in closed form.
 
-    Each context grows by one token per step, so the duration of steps grows linearly. Step i (from 0) takes first + i *
-    growth seconds, and k steps take k * first + growth * k * (k - 1) / 2.
+    Each context grows by one token per step, so the duration of steps grows linearly. Step i (from 0) takes
+    first + i * growth seconds, and k steps take k * first + growth * k * (k - 1) / 2 seconds.
     """
 
     begin: float
