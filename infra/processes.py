@@ -225,7 +225,5 @@ def tagged(state: str, prefix: str) -> Iterator[tuple[str, Process]]:
         if process_tags is None or process_tags[0] != state or not process_tags[1].startswith(prefix):
             continue
         process = identify(int(entry.name))
-        if (
-            process is not None and tags(int(entry.name)) == process_tags
-        ):  # else another process has got the pid meanwhile
+        if process is not None and tags(int(entry.name)) == process_tags:  # else another process has the pid by now
             yield process_tags[1], process

@@ -22,9 +22,7 @@ def literal(value: Any) -> Any:
 
 def write_whole(file: Path, text: str) -> None:
     """Writes the file atomically, readable only by its owner. Raises OSError."""
-    descriptor, temporary = tempfile.mkstemp(
-        dir=file.parent, prefix=f".{file.name}-"
-    )  # mkstemp creates it with mode 0600
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # created with mode 0600
     with os.fdopen(descriptor, "w") as stream:
         stream.write(text)
         stream.flush()
