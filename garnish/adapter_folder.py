@@ -1,4 +1,7 @@
-"""Finds the two files of a PEFT adapter in a folder, or describes in one line what the folder contains instead."""
+"""Finds the two files of a PEFT adapter in a folder.
+
+Otherwise it describes in one line what the folder contains instead.
+"""
 
 from __future__ import annotations
 

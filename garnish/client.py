@@ -89,7 +89,7 @@ class Method(Generic[Parameters, Reply]):
 
 
 def _as_is(call: Call) -> Call:
-    """Sends a request whose reply is empty."""
+    """Sends the request `call`, whose reply is empty."""
     return call
 
 

@@ -122,7 +122,7 @@ class Capacity(msgspec.Struct, frozen=True):
     """number of adapters that fit on the device, by rank; such an adapter targets all seven projections"""
     host_adapters: dict[str, int]
     tokens_per_second: dict[str, float] = {}
-    """total output tokens per second, by number of concurrent callers; empty if not known"""
+    """tokens per second of all callers together, by number of callers; empty if not known"""
     device: str = ""
     dtype: str = ""
 

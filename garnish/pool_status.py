@@ -22,8 +22,9 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[str, str] = {}
     """state of each node at the gateway, by node id
 
-    A local pool has all its nodes here, including those that are not in Terraform's state. A node without a state at
-    the gateway is `alive` or `dead`. A pool in AWS has the nodes here that report to the gateway.
+    A local pool has all its nodes here, including those that are not in Terraform's state. A local node is `dead` if
+    its process has ended, and `alive` if the gateway has no state for it. A pool in AWS has the nodes here that report
+    to the gateway.
     """
     drift: list[str] = []
 

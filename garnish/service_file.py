@@ -1,4 +1,7 @@
-"""Types of serverless.yml; once it is read, sizes are in bytes, rates in bytes per second and times in seconds."""
+"""Types of the sections of serverless.yml.
+
+After reading, sizes are in bytes, rates in bytes per second and times in seconds.
+"""
 
 from __future__ import annotations
 

@@ -196,10 +196,10 @@ class PagedAttention:
         self._address = ctypes.addressof(self._struct)
 
     def __call__(self, qkv: torch.Tensor, pass_: AttentionPass) -> torch.Tensor:
-        """Rotates q and k of qkv [T, width], contiguous, in place, and writes k and v of all tokens into the cache.
+        """Computes attention of decode rows, and writes k and v of all tokens into the cache.
 
-        Returns [T, heads * head_dim]: attention's output for decode rows, uninitialised memory for other tokens.
-        Raises KernelArgumentError.
+        q and k of qkv [T, width], which is contiguous, are rotated in place first. Returns [T, heads * head_dim]:
+        attention's output for decode rows, uninitialised memory for other tokens. Raises KernelArgumentError.
         """
         if pass_.dtype is not self._dtype or pass_.head_dim != self.heads.head_dim:
             raise KernelArgumentError(f"the pass is of {pass_.dtype} and heads of {pass_.head_dim}, the layer is not")

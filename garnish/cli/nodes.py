@@ -96,7 +96,8 @@ def format_gpu(record: Mapping[str, Any]) -> str:
 def format_forecast_ratio(record: Mapping[str, Any]) -> str:
     """Returns the ratio of observed to forecast pass durations as text.
 
-    While the node measures its performance model, the text is the progress of that instead.
+    It is `-` if there is no ratio yet. Without a performance model it is the progress of measuring the model, or `no
+    model`.
     """
     from cluster.model_check import is_off
 

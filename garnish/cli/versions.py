@@ -149,7 +149,7 @@ def warm(
     tier: Annotated[Literal["device", "host"], typer.Option("--tier", help="Which memory of the nodes.")] = "device",
     copies: Annotated[int, typer.Option("--copies", help="On how many nodes.", min=1, max=16)] = 1,
 ) -> None:
-    """Load the adapters that calls of a function would use on its nodes now, to be kept there for 5 minutes."""
+    """Load the adapters that calls of a function would use on its nodes now, and keep them for 5 minutes."""
     function, _, version = name.partition(":")
     screen = output.screen()
     with service.client(service.tenant) as client:

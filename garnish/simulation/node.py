@@ -318,6 +318,9 @@ class SimulatedNode:
 
 
 def _squares(job: Job, length: int) -> int:
-    """Returns e * e - b * b for a chunk from token b to e, the performance model's measure of attention."""
+    """Returns e * e - b * b for a chunk from token b to e.
+
+    It is the performance model's measure of the work of attention.
+    """
     begin = job.prompt + job.generated - job.remaining
     return (begin + length) ** 2 - begin**2

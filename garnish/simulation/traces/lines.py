@@ -105,7 +105,10 @@ def field(line: Line, entry: dict[str, Any], name: str, low: float, high: float)
 
 
 def column_of(line: Line, name: str) -> int:
-    """Returns the column (from 1) of a field's name in a JSON line, or 1 if the line does not have the field."""
+    """Returns the column (from 1) of a field's name in a JSON line.
+
+    Returns 1 if the line does not have the field.
+    """
     return max(1, line.text.find(f'"{name}"') + 1)
 
 
