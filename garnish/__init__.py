@@ -1,4 +1,4 @@
-"""The front door: command line, serverless.yml loader and Python client."""
+"""The command line, the loader of serverless.yml and the Python client."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def webhook_secrets_call(tenant: str) -> Call:
 
 
 def end_webhook_secret_call(tenant: str, secret_id: str) -> Call:
-    """Ends a webhook secret; needs an admin key. The reply is empty."""
+    """Ends a webhook secret, so that it no longer signs webhooks; needs an admin key. The reply is empty."""
     return Call(method="DELETE", url=_path("tenants", tenant, "webhook-secrets", secret_id))
 
 
@@ -256,7 +256,7 @@ def submit_call(name: str, prompt: Prompt, **options: Any) -> Call:
 
 
 def event_call(event_id: str) -> Call:
-    """Asks for a call's state, attempts and, once it has succeeded, its result."""
+    """Asks for the state and attempts of an asynchronous call, and for its result if it has succeeded."""
     return Call(method="GET", url=_path("invocations", event_id))
 
 

@@ -38,7 +38,7 @@ FP32_TIE = 1e-4
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 COMMAND = (sys.executable, "-m", "node_agent.peft_process")
 NEEDED = {"torch": "torch", "transformers": "transformers", "peft": "'peft>=0.21'"}
-"""Modules that the child process imports, with their names for pip."""
+"""Modules that the child process imports, each with its requirement for pip."""
 PROMPT_SECONDS = 1800.0
 TOP = 20
 """Number of log probabilities per token, the maximum that a reply lists."""

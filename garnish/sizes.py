@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write and read them: `4GiB`, `200MB/s`, `15m`."""
+"""Parses and formats sizes, rates and durations, such as `4GiB`, `200MB/s` and `15m`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MIN_KV_TOKENS = 8192
 If the base model's longest context is shorter, its length is used instead.
 """
 RUNTIME = 1 << 30
-"""Bytes for the driver's context, kernels and activations."""
+"""Device memory in bytes for the driver's context, kernels and activations."""
 NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
     "max_position_embeddings",

@@ -58,7 +58,10 @@ class _Call(ctypes.Structure):
 
 
 class Segments:
-    """The segments of a pass, checked once for all its projection groups, and the operator's scratch memory."""
+    """The segments of a pass, and the operator's scratch memory.
+
+    The segments are checked once for all projection groups of the pass.
+    """
 
     def __init__(
         self, seg_start: torch.Tensor, seg_slot: torch.Tensor, tokens: int, max_rank: int, widest: int, threads: int

@@ -63,10 +63,13 @@ class Flags(Protocol):
     """
 
     def post(self, flag: int, value: int) -> None:
-        """Stores the value with release order: a process that loads it sees all that was written before."""
+        """Stores the value with release order. A process that loads it sees everything that was written before."""
 
     def wait(self, flag: int, value: int, timeout_ns: int) -> bool:
-        """Polls with acquire order, at least once, until the flag is `value`. Returns False after `timeout_ns`."""
+        """Polls with acquire order, at least once, until the flag is `value`, and then returns True.
+
+        Returns False after `timeout_ns`.
+        """
 
     def next(self, flags: int, stride: int, handled: Handled, start: int, armed: int, timeout_ns: int) -> int:
         """Waits for a slot whose flag differs from handled[slot], and returns the number of that slot.

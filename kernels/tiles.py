@@ -99,7 +99,7 @@ def shrink_tile(
 
 @triton.jit
 def store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, rank, BT: tl.constexpr, BR: tl.constexpr):
-    """Stores xa[split, p, t0:end, j0:rank] = acc; ranks from the scratch's `capacity` on are not written."""
+    """Stores xa[split, p, t0:end, j0:rank] = acc. Ranks >= `capacity`, the scratch's size, are not written."""
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
     rows = xa + ((split * projections + p) * tokens + t).to(tl.int64) * capacity

@@ -11,7 +11,7 @@ ROW_ALIGN = 64
 """Unit of `row_offset`, in bytes."""
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_PROJECTIONS = 3
-"""Projections of the largest group: q, k and v."""
+"""Number of projections of the largest group: q, k and v."""
 
 
 class KernelArgumentError(ValueError):

@@ -57,13 +57,13 @@ def list_events(
 
 
 def get_event(service: TenantService, output: Output, event_id: Id) -> None:
-    """Show a call's state, attempts and result."""
+    """Show the state, attempts and result of an asynchronous call."""
     with service.client(service.tenant) as client:
         _show(output.screen(), client.event(event_id))
 
 
 def cancel_event(service: TenantService, output: Output, event_id: Id) -> None:
-    """Cancel a call that has not ended."""
+    """Cancel an asynchronous call that has not ended."""
     with service.client(service.tenant) as client:
         _show(output.screen(), client.cancel(event_id))
 

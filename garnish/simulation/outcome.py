@@ -51,7 +51,7 @@ class Summary(msgspec.Struct, frozen=True):
     most_utilisation: float
     output_tokens: int
     seconds: float
-    """simulated time from the first arrival to the last end"""
+    """simulated seconds from the first arrival to the last end"""
     moves: int
 
 
