@@ -1,4 +1,4 @@
-"""The front door: command line, serverless.yml loader and Python client."""
+"""The command line, the loader of serverless.yml and the Python client."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ __all__ = ["AsyncClient", "Client", "GarnishError"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports `Client`, `AsyncClient` and `GarnishError` when they are first asked for: `import garnish` stays
-    light."""
+    """Imports `Client`, `AsyncClient` or `GarnishError` at its first use, so that `import garnish` is fast."""
     if name in ("AsyncClient", "Client"):
         import garnish.client
 

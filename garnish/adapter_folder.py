@@ -1,4 +1,7 @@
-"""Finds the two files of an adapter's folder, or says in one line what the folder holds instead."""
+"""Finds the two files of a PEFT adapter in a folder.
+
+Otherwise it describes in one line what the folder contains instead.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ CONVERT = (
     "save_file({k: v.clone().contiguous() for k, v in "
     "torch.load(f + '.bin', map_location='cpu', weights_only=True).items()}, f + '.safetensors')"
 )
-"""Python code that converts a folder's pickle to safetensors; `weights_only` runs none of the pickle's code."""
+"""Python code that converts a folder's pickle file to safetensors.
+
+`weights_only` ensures that no code from the pickle runs.
+"""
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,12})", re.ASCII)
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst")
@@ -33,21 +39,22 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
-    """The paths of an adapter's two files, which exist."""
+    """Paths of an adapter's config and weights files, both of which exist."""
 
     config: Path
     weights: Path
 
     def sha256(self) -> tuple[str, str]:
-        """Returns the hashes of both files. Raises GarnishError for one that can't be read."""
+        """Returns the SHA-256 hashes of both files. Raises GarnishError if a file can't be read."""
         return _sha256(self.config), _sha256(self.weights)
 
 
 def adapter_files(folder: Path, use: str) -> AdapterFiles:
-    """Returns the paths of the folder's two files, of which only the beginnings are read.
+    """Returns the paths of the folder's two files. Only the beginnings of the files are read.
 
-    `use` is a command with `{}` in place of the folder, such as `garnish deploy mine {}`, for hints to other folders.
-    Raises GarnishError with one line that says what the folder is, and what to do.
+    `use` is a command with `{}` in place of the folder, such as `garnish deploy mine {}`. Error messages use it to
+    suggest the command for another folder. Raises GarnishError with one line that says what the folder contains and
+    what to do.
     """
     files = AdapterFiles(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
     try:
@@ -64,9 +71,10 @@ def adapter_files(folder: Path, use: str) -> AdapterFiles:
 
 
 def describe_other_files(names: list[str], where: str, use: str) -> str:
-    """Returns one line about a folder that lacks at least one of the two files: what it holds, and what to do.
+    """Returns one line about a folder that lacks one or both files: what the folder contains, and what to do.
 
-    `names` are relative paths in it, at most one folder deep. `where` is the folder's name in the text.
+    `names` are relative paths of the folder's files, at most one folder deep. `where` is the folder's name in the line.
+    `use` is as in `adapter_files`.
     """
     top = [name for name in names if "/" not in name]
     below = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{CONFIG_FILE}")})
@@ -100,7 +108,7 @@ def describe_other_files(names: list[str], where: str, use: str) -> str:
 
 
 def _without_weights(top: list[str], where: str) -> str:
-    """Returns the text about a folder with the config but no weights: what it holds, and what to do."""
+    """Returns the line about a folder with a config but no weights: what it contains, and what to do."""
     if PICKLE_FILE in top:
         convert = f"python -c {shlex.quote(CONVERT)} {shlex.quote(where)}"
         return (
@@ -118,7 +126,7 @@ def _without_weights(top: list[str], where: str) -> str:
 
 
 def _no_folder(path: Path, use: str) -> str:
-    """Returns the text about a path that is no folder: what it is, and what to do."""
+    """Returns the line about a path that is not a folder: what the path is, and what to do."""
     if path.is_file():
         if (path.parent / CONFIG_FILE).is_file():
             return f"{path} is a file of an adapter: name its folder: {_use_line(use, str(path.parent))}"
@@ -146,9 +154,9 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Yields MAX_ENTRIES names in the folder at most.
+    """Yields the names of at most MAX_ENTRIES entries of the folder.
 
-    A folder with an adapter is `name/adapter_config.json`, another folder is `name/`.
+    A subfolder with an adapter is yielded as `name/adapter_config.json`, any other subfolder as `name/`.
     """
     with os.scandir(folder) as entries:
         for entry in islice(entries, MAX_ENTRIES):

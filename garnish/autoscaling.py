@@ -1,4 +1,4 @@
-"""`garnish autoscale`: rounds that read the load from the gateway and scale the pools, under a lease."""
+"""`garnish autoscale`: reads the load from the gateway in rounds, and scales the pools while it holds a lease."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def trouble(self) -> str | None:
-        """Returns why this process may not act, or None while it leads.
+        """Returns the reason why this process may not scale pools, or None while it holds the lease.
 
-        The lease ends by this process's clock, counted from before the request was sent.
+        The end of the lease is measured by this process's clock, from before the request was sent.
         """
         return None if time.monotonic() < self._ends else self._why
 
@@ -63,7 +63,7 @@ class LeaseKeeper:
     def running(self) -> Iterator[None]:
         """Holds the lease while the context runs, and releases it at the end.
 
-        The context begins with the first answer or failure, after LEASE_SECONDS at the latest.
+        The context is entered after the first reply or failure of a request, or after LEASE_SECONDS.
         """
         self._thread.start()
         self._has_answer.wait(LEASE_SECONDS)
@@ -85,7 +85,7 @@ class LeaseKeeper:
         began = time.monotonic()
         try:
             reply = client.ask(lease_call(self.holder, seconds), pool_routes.LeaseReply)
-        except GarnishError as error:  # what was granted before holds until its end
+        except GarnishError as error:  # a lease granted earlier stays valid until its end
             self._why = f"the lease can't be had: {error}"
             return
         if reply.holder == self.holder:
@@ -95,9 +95,10 @@ class LeaseKeeper:
 
 
 def autoscale(file: Path, state: Path, report: Report, *, once: bool = False) -> bool:
-    """Scales the pools until a signal comes, or for one round with `once`.
+    """Scales the pools until INT or TERM arrives; with `once` for one round.
 
-    Returns False if that one round held a pool, else True. Raises FrontDoorError.
+    `report` is called with each result. With `once` it returns False if a pool could not be scaled (`held`); else it
+    returns True. Raises FrontDoorError.
     """
     service, keeper = load_service_file(file), LeaseKeeper(state)
     if not service.node_pools:
@@ -123,7 +124,10 @@ def autoscale(file: Path, state: Path, report: Report, *, once: bool = False) ->
 
 
 def read_snapshot(client: Client, nodes_each: dict[str, int]) -> LoadSnapshot:
-    """Reads the pools' loads and ready nodes from the gateway. Raises LoadUnknown."""
+    """Returns the pools' loads and numbers of ready nodes, read from the gateway.
+
+    `nodes_each` has the nodes per unit of each pool. Raises LoadUnknown.
+    """
     try:
         reply = client.ask(pools_call(), pool_routes.PoolList)
     except GarnishError as error:
@@ -139,7 +143,7 @@ def read_snapshot(client: Client, nodes_each: dict[str, int]) -> LoadSnapshot:
 
 
 def _load(load: pool_routes.Load, each: int) -> Load:
-    """Converts the gateway's load so that demand and backlog count in units of `each` nodes."""
+    """Returns the gateway's load with demand and backlog in units of `each` nodes."""
     of_all = msgspec.convert(load, Load, from_attributes=True)
     return msgspec.structs.replace(of_all, demand=of_all.demand / each, backlog=of_all.backlog / each)
 
@@ -178,9 +182,9 @@ def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
 
 
 def _nodes_each(service: ServiceFile, name: str) -> int:
-    """Returns the number of nodes that the pool's driver counts as one.
+    """Returns the number of nodes per unit of the pool's driver.
 
-    An instance in AWS has a node for each GPU that nodes may use.
+    The unit is an instance in AWS, with a node for each GPU that nodes may use; else it is one node.
     """
     pool, devices = service.node_pools[name], service.node.devices
     if pool.backend != "aws":
@@ -190,7 +194,7 @@ def _nodes_each(service: ServiceFile, name: str) -> int:
 
 @contextmanager
 def _stopped() -> Iterator[threading.Event]:
-    """Provides an event that INT and TERM set while the context runs."""
+    """Yields an event, which INT and TERM set while the context runs."""
     stop = threading.Event()
 
     def request_stop(_number: int, _frame: FrameType | None) -> None:
@@ -217,7 +221,10 @@ class ThisHost:
             return stack_of(load_service_file(self._file), self._state)
 
     def stated(self, pool: str) -> int:
-        """Returns the pool's `desired` in the service file now. Raises InfraError if the pool is no longer there."""
+        """Returns the pool's current `desired` in the service file.
+
+        Raises InfraError if the service file no longer has the pool.
+        """
         with _cli_errors_as_infra_errors():
             entry = load_service_file(self._file).node_pools.get(pool)
         if entry is None:
@@ -253,5 +260,5 @@ class ThisHost:
 
 
 def _cli_errors_as_infra_errors() -> AbstractContextManager[None]:
-    """Raises failures of the front door as InfraError, which drivers may raise."""
+    """Converts FrontDoorError into InfraError, which drivers may raise, while the context runs."""
     return raised_as(InfraError, FrontDoorError)

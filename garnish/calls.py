@@ -1,6 +1,6 @@
-"""Builds requests of the service's HTTP interface, without any I/O.
+"""Builds the requests of the service's HTTP interface, without any I/O.
 
-`Client.ask` sends them; `Client.download` sends those that ask for a file's content.
+`Client.ask` sends them, except requests for a file's content, which `Client.download` sends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gateway.batches.messages import Endpoint
 from gateway.residency.messages import WARM_SECONDS, Tier
 
 SOURCE = "s3://"
-"""Prefix of an adapter's address in an object store."""
+"""Prefix of the URL of an adapter in an object store."""
 Prompt = str | list[int] | list[dict[str, str]]
-"""A prompt, its token ids, or messages such as {"role": "user", "content": "Hello"}."""
+"""A prompt as text, as token ids, or as messages such as {"role": "user", "content": "Hello"}."""
 AliasTarget = int | Mapping[int, float] | Mapping[str, float]
-"""A version, or shares of the calls by version."""
+"""A version, or shares of the calls (summing to 1) by version."""
 UPLOAD_SECONDS = 600.0
 
 
@@ -38,7 +38,10 @@ def _stated(**params: str | None) -> dict[str, str]:
 
 
 def _flags(**flags: bool) -> dict[str, str]:
-    """Returns the query parameters of the flags that are set: an older service does not know them all."""
+    """Returns query parameters for the flags that are True.
+
+    Other flags are left out, since an older service may not accept them.
+    """
     return {name: "true" for name, value in flags.items() if value}
 
 
@@ -52,11 +55,12 @@ def _condition(generation: int | None) -> dict[str, str]:
 def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
     """Returns the request that calls a function.
 
-    `options` are fields of the request by name, and `session`, a header. None means not stated.
+    `options` are other fields of the request's body by name, and `session`, which is sent as a header. Options that are
+    None are not sent.
     """
     stated = {field: value for field, value in options.items() if value is not None}
     session = stated.pop("session", None)
-    is_prompt = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))  # and not messages
+    is_prompt = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))  # else messages
     body = {("prompt" if is_prompt else "messages"): prompt, **stated}
     if stream:
         body["stream"] = True
@@ -68,9 +72,10 @@ def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]
 
 @contextmanager
 def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool, warm: bool = False) -> Iterator[Call]:
-    """Provides the request that deploys an adapter.
+    """Yields the request that deploys an adapter.
 
-    `adapter` is a directory, `hf:org/name` on the Hugging Face Hub, which is downloaded first, or `s3://bucket/prefix`.
+    `adapter` is a directory, `hf:org/name`, or `s3://bucket/prefix`. `hf:org/name` is downloaded from the Hugging Face
+    Hub first.
     The directory's two files stay open while the request is sent. Raises GarnishError if `adapter` is none of these,
     or a file can't be read.
     """
@@ -95,7 +100,7 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
 
 
 def functions_call(limit: int = 100, after: str | None = None) -> Call:
-    """Asks for a page of the tenant's functions; `next` of the reply is `after` of the next page."""
+    """Asks for a page of the tenant's functions. Pass the reply's `next` as `after` to get the next page."""
     return Call(method="GET", url="/functions", params=_stated(limit=str(limit), after=after or None))
 
 
@@ -109,7 +114,10 @@ def versions_call(name: str) -> Call:
 
 
 def delete_call(name: str, force: bool = False) -> Call:
-    """Deletes a function: new calls answer `not_found` at once; running ones finish, or are cancelled with `force`."""
+    """Deletes a function. New calls fail with `not_found` at once.
+
+    Running calls finish; with `force` they are cancelled.
+    """
     return Call(method="DELETE", url=_path("functions", name), params=_flags(force=force))
 
 
@@ -119,17 +127,17 @@ def delete_version_call(name: str, version: int) -> Call:
 
 
 def alias_call(name: str, alias: str) -> Call:
-    """Asks where an alias points, and where it pointed before."""
+    """Asks for the current and earlier targets of an alias."""
     return Call(method="GET", url=_path("functions", name, "aliases", alias))
 
 
 def set_alias_call(
     name: str, alias: str, target: AliasTarget, if_match: int | None = None, *, warm: bool = False
 ) -> Call:
-    """Points an alias to a version, or to several: `{3: 0.9, 4: 0.1}`.
+    """Points an alias to a version, or splits its calls between several: `{3: 0.9, 4: 0.1}`.
 
-    `if_match`, here and below: the `generation` of an earlier reply; `precondition_failed` when the function has
-    changed since. `warm`, here and below: a node loads the adapter before calls come; the reply's `warnings` say when
+    `if_match` is the `generation` of an earlier reply. If the function has changed since, the call fails with
+    `precondition_failed`. With `warm` a node loads the adapter before the alias changes; the reply's `warnings` say if
     that took too long.
     """
     if isinstance(target, int):
@@ -147,7 +155,10 @@ def set_alias_call(
 
 
 def rollback_call(name: str, alias: str = "latest", if_match: int | None = None, *, warm: bool = False) -> Call:
-    """Points an alias to what it pointed to before; again: one further back."""
+    """Points an alias to its previous target. Each further rollback goes back by one more target.
+
+    `if_match` and `warm` are as in `set_alias_call`.
+    """
     return Call(
         method="POST",
         url=_path("functions", name, "rollback"),
@@ -159,21 +170,25 @@ def rollback_call(name: str, alias: str = "latest", if_match: int | None = None,
 
 
 def warm_call(name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> Call:
-    """Loads the adapters that calls of the function would use (or a version's, or an alias's) on its nodes now.
+    """Loads the adapters that calls of the function, version or alias would use, on its nodes, now.
 
-    Loads may continue after the reply, which says where each adapter is. The same request again reports progress.
+    `version` is a version or an alias. `tier` is the memory to load into, and `copies` the number of nodes. Loading may
+    continue after the reply, which says where each adapter is. Repeat the request to see the progress.
     """
     body = {"tier": tier, "copies": copies, **({} if version is None else {"version": version})}
     return Call(method="POST", url=_path("functions", name, "warm"), json=body)
 
 
 def forecast_call(name: str) -> Call:
-    """Asks whether calls of the function are expected soon, and which nodes are to have it ready."""
+    """Asks whether calls of the function are expected soon, and which nodes should have its adapter loaded."""
     return Call(method="GET", url=_path("functions", name, "forecast"))
 
 
 def policy_call(name: str, policy: Mapping[str, Any], if_match: int | None = None) -> Call:
-    """Changes the stated fields of a function's policy; None sets a field back to its default."""
+    """Changes the fields of a function's policy that are in `policy`; None resets a field to its default.
+
+    `if_match` is as in `set_alias_call`.
+    """
     return Call(method="PATCH", url=_path("functions", name), json=dict(policy), headers=_condition(if_match))
 
 
@@ -186,16 +201,17 @@ def tenant_call(tenant: str) -> Call:
 
 
 def put_tenant_call(tenant: str, settings: dict[str, Any]) -> Call:
-    """Makes a tenant, or gives it these settings; needs an admin key."""
+    """Creates a tenant, or changes the settings of an existing one; needs an admin key."""
     return Call(method="PUT", url=_path("tenants", tenant), json=settings)
 
 
 def usage_call(
     tenant: str | None = None, start: str | None = None, end: str | None = None, group_by: Sequence[str] | None = None
 ) -> Call:
-    """Asks for sums of what was used from `start` to `end` (ISO 8601 or Unix time; by default the last 24 hours).
+    """Asks for the usage from `start` to `end`, summed per group.
 
-    `group_by`: of tenant, function, version, hour. With an admin key `tenant` says whose; None: of all.
+    Times are ISO 8601 or Unix times; the default is the last 24 hours. `group_by` names any of tenant, function,
+    version and hour. `tenant` needs an admin key; with such a key None means all tenants.
     """
     groups = None if group_by is None else ",".join(group_by)
     return Call(method="GET", url="/usage", params=_stated(tenant=tenant, **{"from": start}, to=end, group_by=groups))
@@ -218,7 +234,7 @@ def webhook_secrets_call(tenant: str) -> Call:
 
 
 def end_webhook_secret_call(tenant: str, secret_id: str) -> Call:
-    """Ends a webhook secret; needs an admin key. The reply is empty."""
+    """Ends a webhook secret, so that it no longer signs webhooks; needs an admin key. The reply is empty."""
     return Call(method="DELETE", url=_path("tenants", tenant, "webhook-secrets", secret_id))
 
 
@@ -226,10 +242,11 @@ def end_webhook_secret_call(tenant: str, secret_id: str) -> Call:
 
 
 def submit_call(name: str, prompt: Prompt, **options: Any) -> Call:
-    """Calls a function without waiting for its result; the other methods take the reply's `id`.
+    """Submits an asynchronous call of a function. `event_call` and others take the `id` of the reply.
 
-    `options` are those of `invoke`, `on_success` and `on_failure` ({"webhook": URL} or {"function": NAME}), and
-    `idempotency_key`: the same key with the same call gives the same event.
+    `options` are those of `invoke`, and `on_success`, `on_failure` and `idempotency_key`. `on_success` and `on_failure`
+    are {"webhook": URL} or {"function": NAME}. Submitting the same call again with the same `idempotency_key` returns
+    the first event.
     """
     key = options.pop("idempotency_key", None)
     call = invoke_call(name, prompt, False, {**options, "background": True})
@@ -239,7 +256,7 @@ def submit_call(name: str, prompt: Prompt, **options: Any) -> Call:
 
 
 def event_call(event_id: str) -> Call:
-    """Asks for a call's state, attempts and, once it has succeeded, its result."""
+    """Asks for the state and attempts of an asynchronous call, and for its result if it has succeeded."""
     return Call(method="GET", url=_path("invocations", event_id))
 
 
@@ -248,25 +265,28 @@ def cancel_call(event_id: str) -> Call:
 
 
 def redrive_call(event_id: str) -> Call:
-    """Queues a dead letter again."""
+    """Queues a dead letter (a call that has failed for good) again."""
     return Call(method="POST", url=_path("dead-letters", event_id, "redrive"))
 
 
 def redrive_all_call(function: str | None = None) -> Call:
-    """Queues up to 500 dead letters again, of one function or of all. `more` of the reply says if others may remain."""
+    """Queues up to 500 dead letters again, of one function or of all.
+
+    The reply's `more` is true if more may remain.
+    """
     return Call(method="POST", url="/dead-letters/redrive", params=_stated(function=function))
 
 
 def events_call(
     function: str | None = None, state: str | None = None, limit: int = 20, after: str | None = None
 ) -> Call:
-    """Asks for a page of the tenant's asynchronous calls; `next` of the reply is `after` of the next page."""
+    """Asks for a page of the tenant's asynchronous calls. Pass the reply's `next` as `after` to get the next page."""
     params = _stated(function=function, state=state, limit=str(limit), after=after)
     return Call(method="GET", url="/invocations", params=params)
 
 
 def dead_letters_call(function: str | None = None, limit: int = 20, after: str | None = None) -> Call:
-    """Asks for a page of the calls that failed for good."""
+    """Asks for a page of the tenant's dead letters: calls that have failed for good."""
     return Call(method="GET", url="/dead-letters", params=_stated(function=function, limit=str(limit), after=after))
 
 
@@ -275,7 +295,7 @@ def dead_letters_call(function: str | None = None, limit: int = 20, after: str |
 
 @contextmanager
 def upload_call(path: Path) -> Iterator[Call]:
-    """Provides the request that uploads a file, which stays open while the request is sent.
+    """Yields the request that uploads a file. The file stays open while the request is sent.
 
     The reply is gateway.batches.messages.FileObject. Raises GarnishError if the file can't be read.
     """
@@ -295,7 +315,7 @@ def upload_call(path: Path) -> Iterator[Call]:
 def create_call(file_id: str, endpoint: Endpoint) -> Call:
     """Returns the request that creates a batch from an uploaded file.
 
-    The reply is gateway.batches.messages.Batch, like that of `batch_call`.
+    The reply is gateway.batches.messages.Batch, as for `batch_call`.
     """
     body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
     return Call(method="POST", url="/v1/batches", json=body)
@@ -309,7 +329,7 @@ def content_call(file_id: str) -> Call:
     return Call(method="GET", url=_path("v1", "files", file_id, "content"), timeout=waiting(UPLOAD_SECONDS))
 
 
-# --- what operators ask, most with an admin key
+# --- for operators; most need an admin key
 
 
 def nodes_call() -> Call:
@@ -323,7 +343,7 @@ def pools_call() -> Call:
 
 
 def lease_call(holder: str, seconds: float) -> Call:
-    """Requests the autoscaler's lease for a number of seconds; 0 releases it.
+    """Requests the autoscaler's lease for `seconds`; 0 releases it.
 
     The reply is gateway.routes.pools.LeaseReply.
     """
@@ -336,7 +356,7 @@ def node_adapters_call(node: str) -> Call:
 
 
 def explain_call(request_id: str) -> Call:
-    """Asks what happened to a request. The reply is gateway.calls.explanations.ExplainReply."""
+    """Asks how a request was placed. The reply is gateway.calls.explanations.ExplainReply."""
     return Call(method="GET", url=_path("explain", request_id))
 
 
@@ -346,8 +366,9 @@ def drain_call(node: str, drain: bool) -> Call:
 
 
 def move_call(node: str, action: str, function: str | None, digest: str | None) -> Call:
-    """Prefetches an adapter to a node, or evicts it, by its function or its digest.
+    """Prefetches an adapter to a node, or evicts the adapter from it.
 
-    `action` is "prefetch" or "evict". The reply is gateway.routes.nodes.MovedReply.
+    The adapter is given by `function` or by `digest`. `action` is "prefetch" or "evict". The reply is
+    gateway.routes.nodes.MovedReply.
     """
     return Call(method="POST", url=_path("nodes", node, action), json=_stated(function=function, digest=digest))

@@ -1,4 +1,4 @@
-"""Runs a child process that gets its settings on standard input and writes JSON objects, one per line."""
+"""Runs a child process that reads settings from standard input and writes JSON objects, one per line."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def child_messages(
 ) -> Generator[dict[str, Any], None, None]:
     """Starts the process with `settings` on its standard input, and yields the objects that it writes.
 
-    The process ends with the iteration, and with this process. `doing` names the work in errors. Raises FrontDoorError
-    after `patience` seconds of silence.
+    The child ends when the iteration or this process ends. `doing` names the work in error messages. Raises
+    FrontDoorError if the child writes nothing for `patience` seconds.
     """
-    # A process group of its own: Ctrl-C reaches this process, which ends the other one.
-    pipes, environment = subprocess.PIPE, SPIN_LIMIT | os.environ  # its threads wait as a node's do
+    # The child has a separate process group: Ctrl-C reaches only this process, which then ends the child.
+    pipes, environment = subprocess.PIPE, SPIN_LIMIT | os.environ  # its threads spin no longer than a node's do
     with subprocess.Popen(command, stdin=pipes, stdout=pipes, process_group=0, env=environment) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it ended at once: its output does
+            with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # its output has the reason
                 stream.write(msgspec.json.encode(settings))
             for line in _lines(process.stdout.fileno(), doing, patience):
                 yield msgspec.json.decode(line)
@@ -37,7 +37,10 @@ def child_messages(
 
 
 def _lines(fd: int, doing: str, patience: float) -> Iterator[bytes]:
-    """Yields complete lines until the output ends. Raises FrontDoorError after `patience` seconds of silence."""
+    """Yields complete lines of the pipe `fd` until it is closed.
+
+    Raises FrontDoorError if nothing is written for `patience` seconds.
+    """
     partial_line = b""
     while True:
         if not select.select([fd], [], [], patience)[0]:

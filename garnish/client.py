@@ -1,4 +1,7 @@
-"""The Python client: `Client` and its async twin `AsyncClient`. They move bytes; `calls` and `protocol` do the rest."""
+"""The Python client: `Client` and its asynchronous counterpart `AsyncClient`.
+
+This module does the I/O; `calls` and `protocol` build requests and parse replies.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Raises httpx's failures as GarnishError, which says what was not reached at `url` and what to do."""
+    """Converts httpx's errors into GarnishError, which says what failed at `url` and what to do."""
     try:
         yield
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -61,9 +64,9 @@ def explained(url: str) -> Iterator[None]:
 
 
 class Method(Generic[Parameters, Reply]):
-    """A client's method that sends what `request` returns with the client's `ask`, and returns the reply.
+    """Descriptor of a client's method that sends the request built by `request` and returns the reply.
 
-    It has the parameters of `request`; `kind` is the reply's type.
+    The method has the parameters of `request`. `kind` is the type of the reply.
     """
 
     def __init__(self, request: Callable[Parameters, Call], kind: type[Reply]) -> None:
@@ -86,12 +89,12 @@ class Method(Generic[Parameters, Reply]):
 
 
 def _as_is(call: Call) -> Call:
-    """Sends a request whose reply is empty."""
+    """Sends the request `call`, whose reply is empty."""
     return call
 
 
 class Methods:
-    """Methods of both clients that send one request; their documentation is that of the request's function."""
+    """Methods of both clients that send one request. Each is documented by its function in garnish.calls."""
 
     send = Method(_as_is, NoneType)
     functions = Method(calls.functions_call, FunctionList)
@@ -118,7 +121,7 @@ class Methods:
 
 
 class _Connected(Methods, Generic[Http]):
-    """Common part of both clients: the connection, and most methods."""
+    """Base class of both clients, with the connection and most methods."""
 
     _http_kind: type[Http]
     _http: Http
@@ -137,10 +140,10 @@ class _Connected(Methods, Generic[Http]):
 
 
 class Client(_Connected[httpx.Client]):
-    """Calls a Garnish service. Use it as a context manager, or `close` it. Every method raises GarnishError.
+    """Synchronous client of a Garnish service. All methods raise GarnishError.
 
-    `url` and `key` default to GARNISH_URL and GARNISH_API_KEY, then to `./.garnish/credentials.toml`, then to
-    `~/.config/garnish/config.toml`.
+    Use it as a context manager, or call `close`. `url` and `key` default to GARNISH_URL and GARNISH_API_KEY, then to
+    `./.garnish/credentials.toml`, then to `~/.config/garnish/config.toml`.
     """
 
     _http_kind = httpx.Client
@@ -165,9 +168,10 @@ class Client(_Connected[httpx.Client]):
     ) -> InvokeReply | Iterator[Event]:
         """Calls a function (`name`, `name:alias` or `name:version`) with a prompt, its token ids, or messages.
 
-        `options` are the request's other fields (docs/guide/invoke.md): max_tokens, temperature, n, stop, logit_bias,
-        ...; and `session`: calls with equal ones are on the same side of an alias that splits its calls.
-        With `stream` it yields TokenEvent after TokenEvent and at last one DoneEvent; closing the iterator cancels.
+        `options` are the request's other fields (docs/guide/invoke.md), such as max_tokens, temperature and stop, and
+        `session`. Where an alias splits its calls between versions, calls with equal `session` get the same version.
+        With `stream` it returns an iterator that yields TokenEvents and finally one DoneEvent. Closing the iterator
+        cancels the call.
         """
         call = invoke_call(name, prompt, stream, options)
         return self._events(call) if stream else self.ask(call, InvokeReply)
@@ -177,21 +181,21 @@ class Client(_Connected[httpx.Client]):
     ) -> DeployReply:
         """Deploys a PEFT adapter from a directory, `hf:org/name`, or an allowed `s3://bucket/prefix`.
 
-        `alias` points to the new version from now on. With `dry_run` the adapter is only validated. With `warm` the
-        alias, or a first version, waits until a node has loaded the adapter; the reply's `warnings` say if that took
-        too long. Raises GarnishError.
+        `alias` is pointed to the new version. With `dry_run` the adapter is only validated. With `warm` the alias
+        changes only after a node has loaded the adapter; a function's first version waits likewise. The reply's
+        `warnings` say if that took too long. Raises GarnishError.
         """
         with deploy_call(name, adapter, alias, dry_run, warm) as call:
             return self.ask(call, DeployReply)
 
     def ask(self, call: Call, kind: type[Reply]) -> Reply:
-        """Sends any request, such as those of garnish.calls, and returns its reply, of the type `kind`."""
+        """Sends a request, such as those of garnish.calls, and returns its reply as `kind`."""
         with explained(self._connection.url):
             response = self._http.request(**call.arguments())
         return parse(response, kind, self._connection)
 
     def download(self, call: Call) -> Iterator[bytes]:
-        """Yields a file's content as it comes; `call` is a request such as garnish.calls.content_call returns."""
+        """Yields a file's content in chunks as they arrive. `call` is a request such as garnish.calls.content_call."""
         with explained(self._connection.url), self._http.stream(**call.arguments()) as response:
             if response.is_error:
                 response.read()
@@ -212,7 +216,10 @@ class Client(_Connected[httpx.Client]):
 
 
 class AsyncClient(_Connected[httpx.AsyncClient]):
-    """The async twin of `Client`: the same methods, awaited; `invoke(..., stream=True)` gives an async iterator."""
+    """Asynchronous counterpart of `Client`, with the same methods as coroutines.
+
+    `invoke(..., stream=True)` returns an asynchronous iterator.
+    """
 
     _http_kind = httpx.AsyncClient
 

@@ -1,4 +1,7 @@
-"""Compares a function's answers over HTTP with those of PEFT alone in a child process, token by token."""
+"""Compares a function's answers with those of PEFT, token by token.
+
+The function is called over HTTP. PEFT runs without Garnish, in a child process.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +38,24 @@ FP32_TIE = 1e-4
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 COMMAND = (sys.executable, "-m", "node_agent.peft_process")
 NEEDED = {"torch": "torch", "transformers": "transformers", "peft": "'peft>=0.21'"}
-"""Modules that the child process imports, with their names for pip."""
+"""Modules that the child process imports, each with its requirement for pip."""
 PROMPT_SECONDS = 1800.0
 TOP = 20
-"""Log probabilities per token: as many as a reply lists."""
+"""Number of log probabilities per token, the maximum that a reply lists."""
 READ_BYTES = 8 << 20
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A token of the function's answer that is not PEFT's choice after the same tokens."""
+    """A token of the function's answer that differs from PEFT's choice after the same preceding tokens."""
 
     position: int
     function_token: int
     peft_token: int
     behind: float
-    """PEFT's best logit minus its logit of the function's token"""
+    """PEFT's largest logit minus PEFT's logit of the function's token"""
     gap: float
     tie_below: float
-    """bound below which `behind` is rounding"""
+    """a `behind` below this bound can be caused by rounding, so the tokens are tied"""
 
     @property
     def is_tie(self) -> bool:
@@ -66,9 +69,9 @@ class Row(msgspec.Struct, frozen=True):
     tokens: int
     differences: list[Difference]
     prompt_tokens: tuple[int, int]
-    """numbers of the service and of PEFT; unequal ones mean that the prompts differed"""
+    """counts by the service and by PEFT; if they are unequal, the prompts differed"""
     logprob_difference: float
-    """largest difference between both sides' log probabilities of a token at a position"""
+    """maximum difference between the log probabilities of the service and of PEFT, over all tokens and positions"""
     function_seconds: float
     peft_seconds: float
     function_text: str
@@ -76,7 +79,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def is_equal(self) -> bool:
-        """True if both sides read equally many prompt tokens, and the answers' tokens are equal but for ties."""
+        """True if the numbers of prompt tokens are equal, and the answers' tokens are equal except for ties."""
         return self.prompt_tokens[0] == self.prompt_tokens[1] and all(
             difference.is_tie for difference in self.differences
         )
@@ -86,7 +89,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     function: str
     device: str
     dtype: str
-    """dtype of PEFT; that of the node too, if it was started with the same service file"""
+    """dtype of PEFT; the node has the same if it was started with the same service file"""
     equal: bool
     tokens: int
     tokens_equal: int
@@ -135,9 +138,9 @@ def summarise(function: str, loaded: Loaded, rows: list[Row]) -> Comparison:
 
 
 def tie_width(size: float, dtype: str) -> float:
-    """Returns the difference of two logits that rounding can reverse.
+    """Returns the difference between two logits below which rounding can change which one is larger.
 
-    It is 1e-4 in float32. In half precisions it is one rounding of each side at the best logit's `size`, if larger.
+    It is the maximum of 1e-4 and two rounding errors in `dtype` at the best logit's `size`.
     """
     return max(FP32_TIE, 2 * EPSILON[dtype] * size)
 
@@ -166,15 +169,15 @@ class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     prompts: list[str]
     chat: bool | None
-    """True sends prompts as a user's messages; None does so if the base model has a chat template."""
+    """True sends prompts as user messages; None does so if the base model has a chat template."""
     max_tokens: int
     adapter: Path | None
-    """folder that was deployed; None reads its files from the registry"""
+    """folder that was deployed; with None the adapter's files are read from the registry"""
     state: Path
 
 
 def check_installed() -> None:
-    """Raises FrontDoorError when PEFT can't run here, with what to install."""
+    """Raises FrontDoorError if a module that PEFT needs is missing; the message says what to install."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         packages = " ".join(NEEDED[name] for name in missing)
@@ -187,9 +190,9 @@ def check_installed() -> None:
 def run_comparison(
     request: ComparisonRequest, service: ServiceFile, client: Client, step: Callable[[str], None]
 ) -> Comparison:
-    """Asks the function, then PEFT alone, and returns the comparison.
+    """Calls the function, then runs PEFT, and returns the comparison.
 
-    `step` is called with what is being done. Raises FrontDoorError.
+    `step` is called with a text about the current step. Raises FrontDoorError.
     """
     model = resolve_base(service).directory
     version = _version(client, request.name)
@@ -217,7 +220,10 @@ def run_comparison(
 
 
 def _version(client: Client, name: str) -> VersionReply:
-    """Calls the name once and returns the version that served it. Raises FrontDoorError for the base model itself."""
+    """Calls the function `name` once, and returns the version that served the call.
+
+    Raises FrontDoorError if that is the base model.
+    """
     reply = client.invoke(name, "Hello", stream=False, max_tokens=1)
     if reply.version is None:
         raise FrontDoorError(f"{name} is the base model itself: name a function, whose adapter PEFT can load")
@@ -226,7 +232,10 @@ def _version(client: Client, name: str) -> VersionReply:
 
 
 def has_chat_template(model: Path) -> bool:
-    """Returns True if the model's directory has a chat template; False if its tokenizer's settings can't be read."""
+    """Returns True if the model's directory has a chat template.
+
+    Returns False if the tokenizer's settings can't be read.
+    """
     if (model / "chat_template.jinja").is_file():
         return True
     try:
@@ -238,15 +247,18 @@ def has_chat_template(model: Path) -> bool:
 def _ask_function(
     client: Client, name: str, request: ComparisonRequest, step: Callable[[str], None]
 ) -> tuple[list[InvokeReply], list[float]]:
-    """Calls the function with one prompt after another; returns greedy answers and seconds. Raises GarnishError."""
+    """Calls the function with one prompt after another.
+
+    Returns the greedy answers and the seconds of each call. Raises GarnishError.
+    """
     options: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "temperature": 0,
         "logprobs": TOP,
-        # what a policy may set, and would change greedy answers
+        # fields that a policy may set, and that would change greedy answers
         **{"presence_penalty": 0, "frequency_penalty": 0, "stop": [], "ignore_eos": False},
     }
-    # A cold start is no part of the comparison.
+    # A cold start must not count in the comparison.
     client.invoke(name, _as_sent(request, request.prompts[0]), stream=False, **{**options, "max_tokens": 1})
     replies, seconds = [], []
     for number, prompt in enumerate(request.prompts, 1):
@@ -275,9 +287,9 @@ def _peft_prompt(request: ComparisonRequest, prompt: str, reply: InvokeReply) ->
 def ask_peft(
     job: PeftJob, step: Callable[[str], None], command: Sequence[str] = COMMAND
 ) -> tuple[Loaded, list[PeftAnswer]]:
-    """Runs PEFT alone in a child process and returns its answers to the job's prompts.
+    """Runs PEFT in a child process, and returns what it loaded and its answers to the job's prompts.
 
-    `step` is called with what is being done. Raises FrontDoorError.
+    `step` is called with a text about the current step. Raises FrontDoorError.
     """
     answers: list[PeftAnswer] = []
     loaded: Loaded | None = None
@@ -300,7 +312,7 @@ def ask_peft(
 
 @contextlib.contextmanager
 def registry_folder(registry: str, version: VersionReply) -> Iterator[Path]:
-    """Provides a temporary folder with the version's two files from the registry, checked against their hashes.
+    """Yields a temporary folder with the version's two files from the registry, checked against their hashes.
 
     Raises FrontDoorError if the registry can't be read, or the files were changed.
     """
@@ -322,7 +334,7 @@ def registry_folder(registry: str, version: VersionReply) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def named_folder(folder: Path, version: VersionReply) -> Iterator[Path]:
-    """Provides the folder itself, if its files are those of the version. Raises FrontDoorError."""
+    """Yields `folder` if its files are those of the version. Raises FrontDoorError otherwise."""
     files = adapter_files(folder, "--adapter {}")
     hashes = files.sha256()
     if hashes != (version.config_sha256, version.weights_sha256):

@@ -1,4 +1,4 @@
-"""serverless.yml, read and checked: every mistake names file, line, field and what was expected."""
+"""Reads and checks serverless.yml. Every error names the file, the line, the field and what was expected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from node_agent.config import RUNNERS
 log = logging.getLogger(__name__)
 
 OPEN_TENANT = "default"
-"""Tenant whose functions are served if the file names no tenant."""
+"""Name of the tenant if the file declares none."""
 
 Section = TypeVar("Section")
 
@@ -51,11 +51,14 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
     prices: Prices | None
 
     def path(self, written: str) -> Path:
-        """Resolves a path that the file names: a relative one begins at the file's folder, and `~` is expanded."""
+        """Returns the absolute path of a path in the file.
+
+        `~` is expanded, and a relative path is resolved against the file's folder.
+        """
         return self.file.absolute().parent / Path(written).expanduser()
 
     def adapter_files(self, name: str) -> AdapterFiles:
-        """Returns the files of a declared function's adapter; one on the Hub is downloaded.
+        """Returns the files of a declared function's adapter; an adapter on the Hugging Face Hub is downloaded.
 
         Raises GarnishError with one line that says what is wrong.
         """
@@ -64,11 +67,14 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_service_file(file: Path, environment: Mapping[str, str] | None = None) -> ServiceFile:
-    """Returns what a service file says. Raises ServiceFileError for the first mistake."""
+    """Returns the parsed service file. Raises ServiceFileError for the first error.
+
+    `environment` has the variables that the file may use, by default those of the process.
+    """
     document = read_yaml(file, environment)
     if not isinstance(document.value, dict):
         raise document.error((), "expected a mapping of `service`, `base_model`, ...")
-    # null is what YAML makes of a key without value: as good as no key.
+    # YAML reads a key without a value as null; it is treated as if the key were missing.
     document.value = {key: value for key, value in document.value.items() if value is not None}
     _parse_quantities(document)
     top = _section(document, (), Top)
@@ -116,13 +122,13 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
 
 
 def _policies() -> tuple[object, ...]:
-    from gateway.scheduling.policy import POLICIES  # numpy takes 0.2 s that other files should not cost
+    from gateway.scheduling.policy import POLICIES  # imports numpy, which takes 0.2 s and is needed only for this key
 
     return tuple(POLICIES)
 
 
 def _predictors() -> tuple[object, ...]:
-    from gateway.residency.remote_trainer import CHOICES  # numpy, too
+    from gateway.residency.remote_trainer import CHOICES  # imports numpy, too
 
     return CHOICES
 
@@ -133,11 +139,11 @@ BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "node.runner": tuple(RUNNERS),
     "node.tensor_parallel": (1,),
 }
-"""Keys whose values depend on what this version has, with those values; none if the feature is not built."""
+"""Values allowed in this version of Garnish, by key; an empty tuple if the feature is not implemented."""
 
 
 def built(path: str) -> tuple[object, ...]:
-    """Returns the values that a key of BUILT may have."""
+    """Returns the values that the key `path` of BUILT may have."""
     values = BUILT[path]
     return values() if callable(values) else values
 
@@ -194,7 +200,10 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
 
 
 def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:
-    """Yields the paths that match a dotted pattern (`*`: any key or list item), each with the mapping that holds it."""
+    """Yields the paths that match a dotted pattern, each with the mapping that contains its last key.
+
+    `*` in the pattern matches any key or list item.
+    """
     head, _, rest = pattern.partition(".")
     if isinstance(value, list) and head == "*":
         for number, item in enumerate(value):
@@ -233,7 +242,7 @@ def _section(document: Document, path: FieldPath, kind: type[Section]) -> Sectio
 
 
 def _explained(document: Document, path: FieldPath, kind: type[Any], message: str) -> Exception:
-    """Returns msgspec's message as an error of the file, with the field and what was expected there."""
+    """Returns msgspec's message as an error of the file, with the field and what was expected in it."""
     problem, _, where = message.partition(" - at `$")
     inner = path + tuple(part for part in re.split(r"[.\[\]]+", where.rstrip("`")) if part)
     fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_encode_fields__", ())
@@ -251,7 +260,7 @@ def _explained(document: Document, path: FieldPath, kind: type[Any], message: st
 
 def _type_at(kind: Any, path: FieldPath) -> Any:
     for name in path:
-        # A section that may be left out, or be a word instead, is a union with one struct in it.
+        # The type of a section that may be missing, or be a word, is a union that contains one struct.
         section = next((part for part in (kind, *get_args(kind)) if hasattr(part, "__struct_fields__")), None)
         if section is None:
             return None
@@ -260,7 +269,7 @@ def _type_at(kind: Any, path: FieldPath) -> Any:
 
 
 def _check_together(document: Document, loaded: ServiceFile) -> None:
-    """Raises ServiceFileError for fields that are valid one by one but not together."""
+    """Raises ServiceFileError for fields that are valid individually but not in combination."""
     if loaded.gateway.workers > 1 and loaded.gateway.redis is None:
         raise document.error(
             ("gateway", "workers"), "more than one worker needs gateway.redis, which holds what they share"
@@ -299,7 +308,10 @@ def _check_devices(document: Document, node: Node) -> None:
 
 
 def tenant_names(loaded: ServiceFile) -> tuple[str, ...]:
-    """Returns the declared tenants, the first of which is the default; `default` when none is declared."""
+    """Returns the names of the declared tenants, or `default` if none is declared.
+
+    The first one is the default tenant.
+    """
     return tuple(loaded.tenants) or (OPEN_TENANT,)
 
 

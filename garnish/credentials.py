@@ -1,4 +1,7 @@
-"""Finds the service's URL and key: in arguments, the environment, then `<state>/credentials.toml` (mode 0600)."""
+"""Finds the service's URL and key in arguments, the environment or files; writes the credentials file.
+
+The file is `<state>/credentials.toml` (mode 0600).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ DEFAULT_STATE = Path(".garnish")
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of credentials.toml: the service's URL and its keys, which are empty with `auth: none`."""
+    """Content of credentials.toml: the service's URL and keys. With `auth: none` the keys are empty."""
 
     url: str
     admin_key: str = ""
@@ -30,14 +33,17 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of the operator's key file, such as a copy of credentials.toml, which outlives the state directory."""
+    """Content of the operator's key file, which may be a copy of credentials.toml.
+
+    It is kept outside the state directory, so it survives when that is deleted.
+    """
 
     admin_key: str = ""
     keys: dict[str, str] = {}
 
 
 def read_credentials(file: Path) -> Credentials | None:
-    """Returns the file's credentials; None when there is no such file. Raises StartError when it can't be used."""
+    """Returns the file's credentials, or None if the file does not exist. Raises StartError if it can't be used."""
     try:
         data = tomllib.loads(file.read_text())
         return msgspec.convert(data, Credentials)
@@ -48,7 +54,7 @@ def read_credentials(file: Path) -> Credentials | None:
 
 
 def write_credentials(file: Path, credentials: Credentials) -> None:
-    """Replaces the file in one step, so that a reader never sees half of it."""
+    """Writes the credentials to the file atomically, so that a reader never sees a part of them."""
     lines = [
         f"{name} = {json.dumps(getattr(credentials, name))}"
         for name in ("url", "admin_key", "tenant", "api_key")
@@ -79,7 +85,7 @@ def read_operator_keys(file: Path) -> OperatorKeys:
 def adopt_keys(
     tenants: Tenants, names: Sequence[str], chosen: OperatorKeys, existing: Credentials | None
 ) -> Credentials:
-    """Registers the operator's keys of these tenants; returns `existing` with these keys."""
+    """Registers the operator's keys of the tenants `names`; returns `existing` with these keys added."""
     keys = {name: chosen.keys[name] for name in names if chosen.keys.get(name)}
     for key in filter(None, (chosen.admin_key, *keys.values())):
         tenants.adopt_key(key)
@@ -92,9 +98,9 @@ def adopt_keys(
 def prepare_keys(
     tenants: Tenants, names: Sequence[str], existing: Credentials | None, url: str
 ) -> tuple[Credentials, dict[str, str]]:
-    """Creates the tenants, and a key for each that has no valid one.
+    """Creates the tenants `names`, and a key for each tenant without a valid one.
 
-    Returns the credentials and the new keys by owner (`admin`, or `tenant NAME`), to be shown once.
+    Returns the credentials and the new keys by owner (`admin` or `tenant NAME`), to be shown once.
     """
     new_keys: dict[str, str] = {}
     admin_key = existing.admin_key if existing else ""
@@ -115,7 +121,7 @@ def prepare_keys(
 class Connection(msgspec.Struct, frozen=True):
     url: str
     key: str
-    """empty if none is sent, to a service with `auth: none`"""
+    """empty for a service with `auth: none`, to which no key is sent"""
     tenant: str | None = None
     key_from: str = ""
 
@@ -138,9 +144,9 @@ def find_connection(
 ) -> Connection:
     """Returns the URL of the service and the key to send.
 
-    Arguments win, then GARNISH_URL and GARNISH_API_KEY, then the state's credentials, then the user's config.toml, then
-    DEFAULT_URL without a key. A key from a file is sent only to the URL that the same file names, so that no service
-    learns the key of another. Raises StartError if a file exists but can't be read.
+    The sources in order are: the arguments, GARNISH_URL and GARNISH_API_KEY, the state's credentials, the user's
+    config.toml, and DEFAULT_URL without a key. A key from a file is sent only to the URL in the same file, so that no
+    service receives the key of another. Raises StartError if a file exists but can't be read.
     """
     url = url or environment.get("GARNISH_URL")
     key, source = (key, "given") if key else (environment.get("GARNISH_API_KEY"), "GARNISH_API_KEY")

@@ -1,4 +1,4 @@
-"""Drains nodes before they end: they get no new requests, and time to finish those that run."""
+"""Drains nodes before they end: a draining node gets no new requests, and time to finish its running ones."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from gateway.routes.nodes import NodeItem, NodeList
 
 POLL_SECONDS = 0.2
 GONE = ("not_found", "node_failed")
-"""Error types of a node that has died, so that nothing runs on it."""
+"""Types of errors that mean that a node has died, so that no request runs on it."""
 
 
 def known_nodes(client: Client) -> dict[str, NodeItem]:
-    """Returns the gateway's nodes by id. Raises GarnishError, of type `unreachable` if there is no gateway."""
+    """Returns the gateway's nodes by id.
+
+    Raises GarnishError; its type is `unreachable` if the gateway can't be reached.
+    """
     return {str(node.record["id"]): node for node in client.ask(nodes_call(), NodeList).nodes}
 
 
 def drain(client: Client, nodes: Iterable[str], seconds: float, report: Callable[[str], None]) -> list[str]:
-    """Drains those of the nodes that the gateway knows, and waits until they have no open requests.
+    """Drains the nodes that are registered at the gateway, and waits until they have no open requests.
 
-    It waits for `seconds` at most, and calls `report` meanwhile. Returns the nodes that served before, for `undrain`.
-    Raises GarnishError. After any exception, Ctrl-C included, these nodes serve again.
+    It waits for at most `seconds`, and calls `report` with its progress. Returns the ids of the nodes that were not
+    draining before, for `undrain`. Raises GarnishError. If any exception is raised, including Ctrl-C, these nodes are
+    undrained.
     """
     served, waiting, drained = known_nodes(client), list[str](), list[str]()
     try:
         for node in sorted(set(nodes) & set(served)):
             if served[node].record["state"] != "draining":
-                drained.append(node)  # before the answer, which may not come
+                drained.append(node)  # before the request, since its reply may be lost
             if set_draining(client, node, True):
                 waiting.append(node)
         drained = [node for node in drained if node in waiting]
@@ -53,7 +57,10 @@ def _wait(client: Client, waiting: list[str], seconds: float, report: Callable[[
 
 
 def set_draining(client: Client, node: str, drain: bool) -> bool:
-    """Drains the node, or lets it serve again. Returns False if there is no such node. Raises GarnishError."""
+    """Drains the node, or undrains it if `drain` is False.
+
+    Returns False if there is no such node. Raises GarnishError.
+    """
     try:
         client.ask(drain_call(node, drain), NodeItem)
     except GarnishError as error:
@@ -64,7 +71,7 @@ def set_draining(client: Client, node: str, drain: bool) -> bool:
 
 
 def undrain(client: Client, nodes: Iterable[str]) -> None:
-    """Lets the nodes take new requests again.
+    """Lets draining nodes take new requests again.
 
     Stops silently at the first failure, since the caller is already raising another error.
     """
@@ -76,7 +83,7 @@ def undrain(client: Client, nodes: Iterable[str]) -> None:
 
 
 def gpu_fault(node: NodeItem) -> str:
-    """Returns why the node's GPU can't be used any more; empty if it can."""
+    """Returns the reason why the node's GPU can no longer be used, or an empty string if it can."""
     return str((node.record.get("gpu") or {}).get("fault", ""))
 
 

@@ -1,4 +1,7 @@
-"""Errors of the front door. The command line shows them as one line; any other exception is a defect."""
+"""Errors of commands and of the client. The command line prints them as one line.
+
+Any other exception that reaches the command line is a defect.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ MAX_DETAILS = 20
 
 
 class FrontDoorError(Exception):
-    """A failure whose text is meant for the person at the command line."""
+    """A failure whose message is shown to the user of the command line."""
 
     def report(self) -> str:
         return str(self)
 
 
 class ServiceFileError(FrontDoorError):
-    """A mistake in serverless.yml: file, line, field and what was expected."""
+    """An error in serverless.yml. The message has the file, the line, the field and what was expected."""
 
     def __init__(self, file: Path, line: int | None, field: str, problem: str) -> None:
         where = f"{file}:{line}" if line is not None else str(file)
@@ -25,13 +28,14 @@ class ServiceFileError(FrontDoorError):
 
 
 class StartError(FrontDoorError):
-    """The service can't be started: what is missing and what to do about it."""
+    """The service can't be started. The message says what is missing and what to do."""
 
 
 class GarnishError(FrontDoorError):
-    """The service refused a request, or could not be reached (then `type` is `unreachable` and `status` 0).
+    """The service refused a request or could not be reached.
 
-    The fields are those of the error reply; `details` lists several problems where there are several.
+    The fields are those of the error reply. If the service could not be reached, `type` is `unreachable` and `status`
+    is 0. `details` has one entry per problem if there are several.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class GarnishError(FrontDoorError):
         self.request_id, self.status, self.retry_after = request_id, status, retry_after
 
     def report(self) -> str:
-        """Returns the message, and the details on further lines; a single detail is on the same line."""
+        """Returns the message followed by the details, each on a line. A single detail is on the message's line."""
         if len(self.details) == 1 and str(self).endswith(_problem(self.details[0])):
             return str(self) + _expected(self.details[0])
         shown = [f"\n  {_detail(entry)}" for entry in self.details[:MAX_DETAILS]]

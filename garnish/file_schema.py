@@ -1,8 +1,8 @@
-"""JSON Schema of serverless.yml for editors, generated from the loader's definitions.
+"""Generates the JSON Schema of serverless.yml, for editors, from the loader's types.
 
-`python -m garnish.file_schema` writes serverless.schema.json next to this file. Only the loader checks what depends on
-several fields or on the machine. It also takes quoted numbers, because environment variables are text; the schema takes
-a plain number or the variable.
+`python -m garnish.file_schema` writes serverless.schema.json next to this file. Conditions on several fields, or on the
+host, are checked only by the loader. The loader also accepts quoted numbers, because environment variables are text;
+the schema accepts only a plain number or a variable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBER = r"(?=.*[1-9])\d+(\.\d+)? ?"
 
 
 def document() -> Schema:
-    """Returns the whole schema of serverless.yml."""
+    """Returns the complete JSON Schema of serverless.yml."""
     (top, *_), definitions = msgspec.json.schema_components(
         [Top, *SECTIONS.values(), *NAMED.values()], ref_template="#/$defs/{name}"
     )
@@ -61,7 +61,10 @@ def document() -> Schema:
 
 
 def _describe_sharing(gateway: Schema) -> None:
-    """Makes the gateway's schema require `redis` for more than one worker, since workers share their state there."""
+    """Makes the gateway's schema require `redis` for more than one worker.
+
+    Workers share their state in Redis.
+    """
     gateway["properties"]["redis"] = _or_null(_text(r"(redis|rediss|unix)://.+"))
     gateway["if"] = {"required": ["workers"], "properties": {"workers": {"type": "number", "minimum": 2}}}
     gateway["then"] = {"required": ["redis"], "properties": {"redis": {"type": "string"}}}
@@ -87,7 +90,7 @@ def _top_field(name: str, field: Schema, definitions: Schema, required: bool) ->
 
 
 def _with_variable(field: Schema) -> Schema:
-    """Returns the field's schema; one that takes no text also takes an environment variable."""
+    """Returns the field's schema, extended to accept an environment variable if it does not accept text."""
     options = field.get("anyOf", [field])
     if not any("enum" in option or option.get("type") in ("integer", "number") for option in options):
         return field
@@ -112,7 +115,10 @@ def _takes_auto(parse: Callable[[object], object]) -> bool:
 
 
 def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
-    """Returns the field's schema restricted to the `served` values, and null if allowed; False if there are none."""
+    """Returns the field's schema restricted to the values `served`, and null if the field allows it.
+
+    Returns False, a schema that accepts nothing, if there are no values.
+    """
     nothing = [None] if {"type": "null"} in field.get("anyOf", ()) else []
     values = [*served, *nothing]
     if not values:
@@ -122,7 +128,10 @@ def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
 
 
 def _holder(schema: Schema, path: str) -> tuple[Schema, str]:
-    """Returns the properties that hold the last name of a dotted path (`*`: any name or item), and that name."""
+    """Returns the `properties` mapping that contains the last name of a dotted path, and that name.
+
+    `*` in the path is any name or list item.
+    """
     holder = schema
     *sections, name = path.split(".")
     for part in sections:
@@ -131,7 +140,7 @@ def _holder(schema: Schema, path: str) -> tuple[Schema, str]:
 
 
 def _resolved(schema: Schema, field: Schema) -> Schema:
-    """Returns the schema of the mapping that a field refers to. Raises KeyError without one."""
+    """Returns the schema of the mapping to which a field refers. Raises KeyError if it refers to none."""
     for option in field.get("anyOf", [field]):
         if "$ref" in option and option != _VARIABLE:
             resolved: Schema = schema["$defs"][option["$ref"].rpartition("/")[2]]

@@ -1,8 +1,8 @@
-"""Downloads adapters from the Hugging Face Hub: `hf:org/name`, from the Hub or the local cache.
+"""Downloads adapters `hf:org/name` from the Hugging Face Hub, or takes them from the local cache.
 
-The download is a child process, `python -m garnish.hub`: it reads a HubPlace from standard input and writes a Fetched.
-Only the adapter's two files are downloaded, and only after their sizes are known. The token is the library's: HF_TOKEN,
-or the one that `hf auth login` stored.
+The download runs in a child process, `python -m garnish.hub`. It reads a HubPlace from standard input and writes a
+Fetched to standard output. Only the adapter's two files are downloaded, after a check of their sizes. The token is
+chosen by the library huggingface_hub: HF_TOKEN, or the one stored by `hf auth login`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from garnish.errors import GarnishError
 HUB = "hf:"
 COMMAND = (sys.executable, "-m", "garnish.hub")
 MAX_SECONDS = 600.0
-"""Bound on the download of both files, equal to the service's bound on a deploy."""
+"""Timeout in seconds for the download of both files, equal to the service's timeout for a deploy."""
 _PLACE = re.compile(
     r"hf:(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:/(?P<folder>[\w.-]+(?:/[\w.-]+){0,3}))?(?:@(?P<revision>[\w][\w./-]{0,100}))?",
     re.ASCII,
 )
 MAX_BYTES = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: 512 << 20}
-"""Limits by file; that of the weights is the gateway's limit for a deploy."""
+"""Maximum bytes by file. The limit for the weights is that of the gateway for a deploy."""
 REPLY_SECONDS = 10.0
 
 
@@ -38,11 +38,14 @@ class HubPlace(msgspec.Struct, frozen=True):
     repository: str
     folder: str | None = None
     revision: str | None = None
-    """branch, tag or commit; None is main"""
+    """branch, tag or commit; None means main"""
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Result of the download: the folder in the cache, or a problem, or the names of other files."""
+    """Result of the download; one field is set.
+
+    It is the folder in the cache, a problem, or the names of the files that the repository has instead.
+    """
 
     folder: str | None = None
     problem: str | None = None
@@ -54,10 +57,10 @@ def is_hub_place(adapter: str | Path) -> bool:
 
 
 def local_folder(adapter: str | Path, use: str) -> Path:
-    """Returns the directory that `adapter` names; one on the Hub is downloaded into the cache first.
+    """Returns the directory of `adapter`; an adapter on the Hub is first downloaded into the cache.
 
-    `use`: as in adapter_files. Raises GarnishError if the Hub has no such adapter, or neither it nor the cache can be
-    read within MAX_SECONDS.
+    `use` is as in `adapter_files`. Raises GarnishError if the Hub has no such adapter, or if neither the Hub nor the
+    cache can be read within MAX_SECONDS.
     """
     if not isinstance(adapter, str) or not adapter.startswith(HUB):
         return Path(adapter)
@@ -71,7 +74,7 @@ def local_folder(adapter: str | Path, use: str) -> Path:
 
 
 def parse_place(written: str) -> HubPlace:
-    """Returns the place on the Hugging Face Hub that `hf:org/name` names. Raises GarnishError."""
+    """Returns the repository, folder and revision that `hf:org/name` refers to. Raises GarnishError."""
     match = _PLACE.fullmatch(written)
     if match is None or ".." in written:
         raise GarnishError(
@@ -81,7 +84,10 @@ def parse_place(written: str) -> HubPlace:
 
 
 def _other_files(names: list[str], place: HubPlace, written: str, use: str) -> str:
-    """Returns one line about a repository that lacks the two files; its commands work on a local copy of it."""
+    """Returns one line about a repository that lacks one or both files: what it contains, and what to do.
+
+    Commands in that line operate on a local copy of the repository.
+    """
     if CONFIG_FILE not in names:
         return describe_other_files(names, written.partition("@")[0], use)
     copy = place.repository.partition("/")[2]
@@ -90,9 +96,11 @@ def _other_files(names: list[str], place: HubPlace, written: str, use: str) -> s
 
 
 def _download(place: HubPlace, written: str) -> Fetched:
-    """Downloads the adapter in a child process. Raises GarnishError after MAX_SECONDS, or without an answer.
+    """Downloads the adapter in a child process, and returns the result.
 
-    The library bounds each read but not the whole download, and its progress bars must not reach the terminal.
+    A child process is used since the library has a timeout for each read but not for the complete download, and since
+    its progress bars must not reach the terminal. Raises GarnishError after MAX_SECONDS, or if the child writes no
+    result.
     """
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     try:
@@ -112,13 +120,14 @@ def _download(place: HubPlace, written: str) -> Fetched:
 
 
 class Refused(Exception):
-    """The caller can't have this adapter; the text says why."""
+    """The adapter can't be downloaded; the message has the reason."""
 
 
 def fetch(place: HubPlace) -> Fetched:
     """Downloads the two files from the Hub, or takes them from the cache if the Hub can't be reached.
 
-    If the folder lacks one of them, returns the names of the files there instead. Raises Refused, OSError.
+    If the repository's folder lacks one of the two files, the result has the names of its files instead. Raises Refused
+    and OSError.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -129,7 +138,7 @@ def fetch(place: HubPlace) -> Fetched:
         raise Refused(_status_problem(error, place)) from None
     except HFValidationError:
         raise Refused(f"{place.repository} is no name that the Hub allows: check it") from None
-    except Exception as error:  # whichever library carries the request: the Hub was not reached
+    except Exception as error:  # the HTTP library may raise anything: the Hub was not reached
         return _cached(place, type(error).__name__)
     prefix = f"{place.folder}/" if place.folder else ""
     sizes = {
@@ -150,7 +159,7 @@ def fetch(place: HubPlace) -> Fetched:
         raise Refused("the Hugging Face Hub was not reached any more while it was fetched; try again") from None
     except OSError:
         raise
-    except Exception as error:  # whichever library carries the files
+    except Exception as error:  # the HTTP library may raise anything
         raise Refused(f"the download broke off ({type(error).__name__}); try again") from None
 
 
@@ -167,7 +176,10 @@ def _cached(place: HubPlace, reason: str) -> Fetched:
 
 
 def _files(place: HubPlace, **options: Any) -> Fetched:
-    """Downloads both files; with `local_files_only` from the cache. Raises Refused if they are not of one commit."""
+    """Downloads both files; with `local_files_only` it takes them from the cache.
+
+    Raises Refused if they belong to different commits.
+    """
     from huggingface_hub import hf_hub_download
 
     folders = {

@@ -1,6 +1,6 @@
-"""Log files of the processes under `garnish up`, and the trace of the calls in the gateway's.
+"""Reads and rotates the log files of `garnish up`, and extracts the trace of calls from the gateway's log.
 
-A log is `<state>/logs/NAME.log`, in JSON lines; one older generation is NAME.log.1.
+A process logs JSON lines to `<state>/logs/NAME.log`. After a rotation the previous content is in NAME.log.1.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ DIGEST_LETTERS = 16
 MAX_LOG_BYTES = 32 << 20
 TAIL_BYTES = 256 << 10
 UNKNOWN = ""
-"""Process of a line that names none."""
+"""Name that stands for the process of a log line without a process."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """A call, as `garnish simulate` reads it (garnish.simulation.traces.read)."""
+    """A call in the format that `garnish simulate` reads (garnish.simulation.traces.read)."""
 
     at: float
     """seconds since the first call"""
     tenant: str
     function: str
-    """start of the adapter's digest; empty for the base alone"""
+    """first characters of the adapter's digest; empty for the base model"""
     rank: int
     prompt_tokens: int
     output_tokens: int
@@ -54,7 +54,7 @@ def log_names(state: Path) -> list[str]:
 
 
 def last_lines(state: Path, name: str, count: int) -> list[str]:
-    """Returns the last `count` lines of the log and its older generation. Raises FrontDoorError."""
+    """Returns the last `count` lines of NAME.log.1 and NAME.log together. Raises FrontDoorError."""
     names = log_names(state)
     if name not in names:
         raise FrontDoorError(f"there is no log of {name!r} in {state / 'logs'}; there are: {', '.join(names)}")
@@ -62,13 +62,13 @@ def last_lines(state: Path, name: str, count: int) -> list[str]:
 
 
 def for_people(line: str) -> str:
-    """Returns a JSON line in the form for people, and any other line without control characters."""
+    """Returns a JSON line as readable text, and any other line without control characters."""
     entry = parse_entry(line)
     return printable(line) if entry is None else readable(entry, wants_colour(sys.stdout))
 
 
 def trace_lines(state: Path) -> Iterator[TraceLine]:
-    """Yields the calls that ended well, by arrival; tenants are numbered in the order of their first call.
+    """Yields the successful calls by arrival. Tenants are numbered in the order of their first call.
 
     Raises FrontDoorError if there are none.
     """
@@ -90,7 +90,7 @@ def trace_lines(state: Path) -> Iterator[TraceLine]:
 
 
 def _calls(log: Path) -> Iterator[Call]:
-    """Yields the calls in the log. Skips other lines, and lines that a rotation has cut."""
+    """Yields the calls in the log. Skips other lines, and lines that were truncated by a rotation."""
     for text in _lines(log):
         if f'"{CALL}"' not in text:
             continue
@@ -113,13 +113,16 @@ def _of(file: Path) -> Iterator[str]:
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """Capacity of a node, as node_agent.performance.capacity logs it; that module loads torch."""
+    """Capacity of a node, as logged by node_agent.performance.capacity.
+
+    The class is defined here because that module imports torch.
+    """
 
     device_adapters: dict[str, int]
-    """number of adapters of all seven projections that fit on the device, by rank"""
+    """number of adapters that fit on the device, by rank; such an adapter targets all seven projections"""
     host_adapters: dict[str, int]
     tokens_per_second: dict[str, float] = {}
-    """total rate by number of concurrent callers; empty if not known"""
+    """tokens per second of all callers together, by number of callers; empty if not known"""
     device: str = ""
     dtype: str = ""
 
@@ -139,9 +142,9 @@ def fresh_log(state: Path, name: str) -> Path:
 
 
 def bound_log(log: Path, limit: int = MAX_LOG_BYTES) -> None:
-    """Rotates a log that has grown beyond `limit` bytes: its content becomes NAME.log.1.
+    """Rotates a log of more than `limit` bytes: its content becomes NAME.log.1.
 
-    Its writers keep it open for appending, so it is emptied, not renamed; lines written in that moment are lost.
+    Writers have the log open for appending, so the file is truncated, not renamed. Lines written meanwhile are lost.
     """
     if log.stat().st_size > limit:
         shutil.copyfile(log, log.with_suffix(".log.1"))
@@ -151,7 +154,7 @@ def bound_log(log: Path, limit: int = MAX_LOG_BYTES) -> None:
 
 
 def capacity(log: Path) -> Capacity | None:
-    """Returns the capacity that a node's engine logged when it last became ready; None if it is not in the log."""
+    """Returns the capacity that a node's engine logged when it last became ready, or None if the log has none."""
     reported = None
     for entry in _entries(log):
         if entry.get("message") == CAPACITY:
@@ -160,7 +163,7 @@ def capacity(log: Path) -> Capacity | None:
 
 
 def times_ended(log: Path) -> int:
-    """Returns how often a node's supervisor logged the exit of one of its processes, in the log's last TAIL_BYTES."""
+    """Returns the number of exits of processes that a node's supervisor logged, in the log's last TAIL_BYTES."""
     return sum(entry.get("message") == "child ended" for entry in _entries(log))
 
 
@@ -170,21 +173,21 @@ def refuses_to_start(log: Path) -> bool:
 
 
 def last_problem(log: Path, start: int = 0) -> str | None:
-    """Returns the last error that a process logged, as one line; None without one.
+    """Returns the last error in the log as one line, or None if there is none.
 
-    It is a record's message or the end of a stack trace. Only what follows the byte `start` counts, which is the log's
-    size when the process started.
+    The error is a record's message, with its exception, or a line that is not JSON. Only lines after the byte offset
+    `start` count; it is the log's size when the process started.
     """
     return _read(_tail(log, start)).last
 
 
 def end_reason(log: Path) -> str | None:
-    """Returns the last error of the process of a node that ended last; None without one."""
+    """Returns the last error of the node's process that was the last to end, or None if there is none."""
     return _read(_tail(log)).ended
 
 
 class _Problems:
-    """Problems in a log, by process; a process that starts again does not inherit those of its predecessor."""
+    """Last problem of each process in a log. A restart of a process clears its problem."""
 
     def __init__(self) -> None:
         self.last: str | None = None
@@ -226,7 +229,7 @@ def _entries(log: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_entry(line: str) -> dict[str, Any] | None:
-    """Returns the record in a log line; None if the line is not a JSON object."""
+    """Returns the record in a log line, or None if the line is not a JSON object."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -237,5 +240,5 @@ def parse_entry(line: str) -> dict[str, Any] | None:
 def _tail(log: Path, start: int = 0) -> list[str]:
     with log.open("rb") as stream:
         size = stream.seek(0, 2)
-        stream.seek(max(start if start <= size else 0, size - TAIL_BYTES))  # shorter than before: it was begun anew
+        stream.seek(max(start if start <= size else 0, size - TAIL_BYTES))  # size < start: the log was truncated
         return stream.read(TAIL_BYTES).decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Builds the stack of node pools, which `infra` renders, from serverless.yml."""
+"""Builds the `Stack` of node pools from serverless.yml. `infra` renders it for Terraform."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from node_agent.config import default_adapter_memory, pass_memory
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
 REMOTE_MODEL = "/var/lib/garnish-data/model"
-"""Folder on an instance in which its user data puts the base model, under the model's name."""
+"""Folder for base models on an AWS instance. The instance's user data copies the model to a subfolder of its name."""
 
 
 def stack_of(service: ServiceFile, state: Path) -> Stack:
-    """Returns the file's node pools, with the sizes that the autoscaler has set.
+    """Returns the service file's node pools as a Stack, with the sizes that the autoscaler has set.
 
-    `state` must be absolute. Raises FrontDoorError.
+    `state` is the state directory, an absolute path. Raises FrontDoorError.
     """
     sizes = read_sizes(infra_directory(service, state))
     return Stack(
@@ -46,7 +46,10 @@ def stack_of(service: ServiceFile, state: Path) -> Stack:
 
 
 def host_nodes_of(service: ServiceFile, node: str) -> int:
-    """Returns the number of nodes that share this host's cores with a node of this id; 1 for a node of no pool."""
+    """Returns the number of nodes among which this host's cores are divided, including the node with the id `node`.
+
+    It is 1 if the id is not that of a node of a local pool.
+    """
     bounds = {name: pool.max for name, pool in service.node_pools.items() if pool.backend == "local"}
     pool, _, number = node.rpartition("-")
     return sharing_nodes(bounds.values()) if pool in bounds and number.isdecimal() else 1
@@ -66,7 +69,7 @@ def _pool(name: str, pool: NodePool, size: SetSize | None) -> Pool:
 
 
 def infra_directory(service: ServiceFile, state: Path) -> Path:
-    """Returns the folder on this host in which the root modules of this service file's state are kept."""
+    """Returns the folder on this host that contains the Terraform root modules for the service file's state."""
     written = service.infra.state
     if written is None or written.startswith("s3://"):
         return service_directory(state, service.service)
@@ -74,9 +77,9 @@ def infra_directory(service: ServiceFile, state: Path) -> Path:
 
 
 def gateway_url_of(service: ServiceFile, state: Path) -> str:
-    """Returns the URL to which nodes of this host report.
+    """Returns the gateway's URL for nodes on this host.
 
-    It is the file's `gateway_url`, else the one in the state's credentials, else that of the file's gateway.
+    It is `infra.gateway_url` of the file, else the URL in the state's credentials, else that of the file's `gateway`.
     """
     if service.infra.gateway_url is not None:
         return service.infra.gateway_url
@@ -97,10 +100,10 @@ def _local_host(service: ServiceFile, state: Path) -> LocalHost:
 
 
 def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
-    """Returns the settings of the `aws` backend; None without infra.aws.
+    """Returns the settings of the `aws` backend, or None if the file has no infra.aws.
 
-    With infra.aws and without pools in AWS the registry's bucket stays. Raises ServiceFileError if a key that nodes in
-    AWS need is missing.
+    They are also returned if there are no pools in AWS, so that the registry's bucket is not destroyed. Raises
+    ServiceFileError if a key is missing that nodes in AWS need.
     """
     aws = service.infra.aws
     if aws is None:
@@ -118,9 +121,9 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
 
 
 def node_file(service: ServiceFile, state: Path) -> str:
-    """Returns the service file of a remote node, as JSON, without tenants, functions and secrets.
+    """Returns the service file for nodes in AWS, as JSON, without tenants, functions and secrets.
 
-    Raises ServiceFileError for `node.simulate`.
+    Raises ServiceFileError if `node.simulate` is set.
     """
     node = msgspec.to_builtins(service.node)
     simulate = {name: value for name, value in node.pop("simulate").items() if value not in (None, 1)}
@@ -136,7 +139,10 @@ def node_file(service: ServiceFile, state: Path) -> str:
 
 
 def base_config(service: ServiceFile) -> dict[str, Any]:
-    """Returns the base model's config.json; for a Hugging Face id only that file is downloaded. Raises StartError."""
+    """Returns the content of the base model's config.json.
+
+    For a Hugging Face id only that file is downloaded. Raises StartError.
+    """
     file = service.path(service.base_model) / "config.json"
     try:
         if not file.is_file():
@@ -181,7 +187,7 @@ def _registry_bucket(service: ServiceFile) -> RegistryBucket | None:
 
 
 def _revision(service: ServiceFile) -> str:
-    """Returns 16 hexadecimal digits that change with what a node reads of the file, and with garnish's version."""
+    """Returns a digest of the settings that a node reads from the file, and of Garnish's version: 16 hex digits."""
     base = service.path(service.base_model)
     read = [service.node, str(base) if base.exists() else service.base_model, version("garnish")]
     return hashlib.sha256(msgspec.json.encode(read)).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """Starts and stops a node of a local pool for Terraform's provisioners.
 
-`python -m garnish.pool_node create|stop SPEC`; the module local_pool makes SPEC, a JSON text. `serve SPEC` is the node.
+The Terraform module local_pool calls `python -m garnish.pool_node create|stop SPEC`, where SPEC is JSON. `create`
+starts the node as `python -m garnish.pool_node serve SPEC`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from garnish.settings import POOL_NODE_STOP_SECONDS, run_directory
 from infra.processes import NodeKey, Process, StillRunning, is_alive, stop, write_pid_file
 
 START_SECONDS = 60.0
-"""Bound on the time until the node's API process listens for its engine; the base model warms after that."""
+"""Timeout in seconds until the node's API process listens for its engine; the base model is loaded after that."""
 POLL_SECONDS = 0.05
 LOG_SECONDS = 5.0
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings that the module local_pool passes. All paths are absolute."""
+    """Settings that the Terraform module local_pool passes. All paths are absolute."""
 
     service: str
     pool: str
@@ -46,13 +47,13 @@ class CreateError(Exception):
 
 
 def create(spec: Spec) -> None:
-    """Starts the node, detached, and waits until its processes talk to each other.
+    """Starts the node in a separate session, and waits until its engine's socket exists.
 
-    Raises CreateError if that takes longer than START_SECONDS, or if Terraform has ended meanwhile (by kill -9), since
-    no state would hold the node.
+    Raises CreateError if the node ends, or if this takes longer than START_SECONDS. Raises it also if Terraform has
+    ended meanwhile (by kill -9), since then its state would not contain the node.
     """
     parent = os.getppid()
-    stop(spec.key, POOL_NODE_STOP_SECONDS)  # what an interrupted creation has left, and whatever of it was lost
+    stop(spec.key, POOL_NODE_STOP_SECONDS)  # ends processes that an interrupted creation has left behind
     state = Path(spec.state)
     socket = run_directory(state, spec.node) / "engine.sock"
     socket.unlink(missing_ok=True)
@@ -67,7 +68,7 @@ def create(spec: Spec) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # it outlives terraform, and Ctrl-C at the terminal is not for it
+            start_new_session=True,  # it outlives terraform, and Ctrl-C in the terminal does not reach it
         )
     running = write_pid_file(spec.key, process.pid)
     try:
@@ -94,7 +95,7 @@ def _asked_by(parent: int, spec: Spec) -> None:
 
 
 def serve(spec: Spec) -> None:
-    """Runs `garnish node` in this process, with a thread that bounds the size of its log."""
+    """Runs `garnish node` in this process, with a thread that limits the size of its log."""
     log = log_of(Path(spec.state), spec.node)
     threading.Thread(target=_keep_bounded, args=(log,), name="log", daemon=True).start()
     from garnish.cli.main import main as command_line
@@ -103,7 +104,7 @@ def serve(spec: Spec) -> None:
 
 
 def node_command(spec: Spec) -> list[str]:
-    """Returns the arguments of `garnish` that start the node."""
+    """Returns the command-line arguments of `garnish` that start the node."""
     return [
         "node", "-f", spec.service_file, "--state", spec.state, "--gateway", spec.gateway_url,
         "--secret-file", spec.secret_file, "--node-id", spec.node, "--pool", spec.pool,

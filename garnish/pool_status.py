@@ -1,4 +1,4 @@
-"""Status of each pool for `garnish infra show`: the desired size, the living nodes, and the drift."""
+"""Status of each pool for `garnish infra show`: the desired size, the nodes, and the drift."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     min: int
     desired: int
-    """size in serverless.yml, or the one that the autoscaler has set"""
+    """number of nodes or instances, as stated in serverless.yml or set by the autoscaler"""
     max: int
     applied: int | None
     nodes: dict[str, str] = {}
-    """states at the gateway, by node id
+    """state of each node at the gateway, by node id
 
-    For a local pool these are all its nodes, also those that Terraform's state does not hold. Without an answer of the
-    gateway a node is `alive`, or `dead`. For a pool in AWS these are the nodes that report to the gateway.
+    A local pool has all its nodes here, including those that are not in Terraform's state. A local node is `dead` if
+    its process has ended, and `alive` if the gateway has no state for it. A pool in AWS has the nodes here that report
+    to the gateway.
     """
     drift: list[str] = []
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """Facts about the pools now, from Terraform's state, this host and the gateway."""
+    """Current facts about the pools, from Terraform's state, this host and the gateway."""
 
     applied: Mapping[str, Any]
     managed: Collection[str]
@@ -49,12 +50,12 @@ def pool_statuses(stack: Stack, observed: Observed) -> list[PoolStatus]:
 
 
 def format_size(pool: Pool) -> str:
-    """Returns the text about a pool's size that the autoscaler has set to another than the file's."""
+    """Returns the text for a pool whose size was set by the autoscaler and differs from the service file."""
     return f"the autoscaler has set {pool.desired}, serverless.yml says {pool.stated}"
 
 
 def is_instance(node: str, pool: str) -> bool:
-    """Returns True for an id of a node of an aws pool: POOL-INSTANCE-..."""
+    """Returns True if `node` is the id of a node of the AWS pool `pool`: POOL-INSTANCE-..."""
     return node.startswith(f"{pool}-i-")
 
 

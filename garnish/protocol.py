@@ -1,4 +1,4 @@
-"""Headers, replies and events of the service's HTTP interface, without any I/O: both clients share them."""
+"""Headers, replies and events of the service's HTTP interface, without any I/O. Both clients use them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gateway.api import schema
 
 CONNECT = 5.0
 SHORT = 60.0
-"""Timeout in seconds for what needs no computation; also the slack on top of the service's own bounds."""
+"""Timeout in seconds for requests without computation; it is also added to the service's own timeouts."""
 CALL_SECONDS = 600.0
-"""The service's deadline of a call that states none, and of a deploy."""
+"""The service's timeout in seconds for a deploy, and for a call that states no timeout."""
 Event = schema.TokenEvent | schema.DoneEvent
 Reply = TypeVar("Reply")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, as keyword arguments of httpx's `build_request`."""
+    """An HTTP request. The fields are keyword arguments of httpx's `build_request`."""
 
     method: str
     url: str
@@ -39,14 +39,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waiting(seconds: float) -> httpx.Timeout:
-    """Returns a timeout longer than `seconds`, the service's own bound, so that its reply comes first."""
+    """Returns a timeout longer than `seconds`, the service's own timeout, so that the service's reply comes first."""
     return httpx.Timeout(SHORT, connect=CONNECT, pool=CONNECT, read=seconds + SHORT)
 
 
 def base_headers(connection: Connection) -> dict[str, str]:
-    """Returns the headers of all requests: the key, and the tenant for whom an administrator acts.
+    """Returns the headers that all requests have: the key, and the tenant on whose behalf an administrator acts.
 
-    Raises GarnishError for a key or tenant that no header can carry, such as a key that was copied with its `…`.
+    Raises GarnishError for a key or tenant with characters that no header may contain, such as a key copied with `…`.
     """
     if not _can_be_sent(connection.key):
         problem = "no key has the characters of this one: copy it whole"
@@ -66,9 +66,10 @@ def _can_be_sent(text: str) -> bool:
 
 
 def parse(reply: httpx.Response, kind: type[Reply], connection: Connection) -> Reply:
-    """Returns the content of a reply that was read, as `kind`; for an empty reply `kind` is NoneType.
+    """Returns the content of a reply as `kind`; for an empty reply `kind` is NoneType.
 
-    Raises GarnishError for an error, and for a reply that is not of a Garnish service.
+    The content must have been read. Raises GarnishError for an error reply, and for a reply that does not come from a
+    Garnish service.
     """
     if not reply.is_success:
         raise error_of(reply, connection)
@@ -82,12 +83,12 @@ def parse(reply: httpx.Response, kind: type[Reply], connection: Connection) -> R
 
 
 def _address(reply: httpx.Response) -> str:
-    """Returns the URL that was asked, without path and query."""
+    """Returns the URL of the reply's request, without path and query."""
     return str(reply.url.copy_with(raw_path=b"/")).rstrip("/")
 
 
 def error_of(reply: httpx.Response, connection: Connection) -> GarnishError:
-    """Returns an error reply as an exception; its content must have been read."""
+    """Returns an error reply as a GarnishError. The reply's content must have been read."""
     try:
         content = msgspec.json.decode(reply.content, type=schema.ErrorReply).error
     except msgspec.DecodeError:
@@ -130,13 +131,13 @@ def _decode(content: bytes, kind: type[Reply]) -> Reply:
 
 
 class EventReader:
-    """Reads server-sent events, line by line. Comments keep idle connections alive and carry nothing."""
+    """Parses server-sent events line by line. Comments, which keep idle connections open, are skipped."""
 
     def __init__(self) -> None:
         self._name = ""
         self._data: list[str] = []
         self.finished = False
-        """True after the `done` event; a stream that ends without it was cut off"""
+        """True after the `done` event; a stream that ends without this event is incomplete"""
 
     def line(self, line: str) -> Event | None:
         """Returns the event that this line completes, or None. Raises GarnishError for an `error` event."""
@@ -161,6 +162,6 @@ class EventReader:
         return None
 
     def end(self) -> None:
-        """Ends the stream. Raises GarnishError when it broke off before its `done` event."""
+        """Must be called at the end of the stream. Raises GarnishError if there was no `done` event."""
         if not self.finished:
             raise GarnishError("node_failed", "the stream ended before its `done` event")

@@ -1,4 +1,4 @@
-"""Commands of `garnish infra`, which connect the service file, Terraform and the gateway."""
+"""The commands of `garnish infra`. They use the service file, Terraform and the gateway."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from infra.terraform import Event, find_program, missing_credentials
 from infra.workspace import SavedPlan, Workspace, declared_nodes, digest_of, local_nodes, outputs, tainted_nodes
 
 DRAIN_SECONDS = 600.0
-"""Bound on draining; calls that are still open then get the node's own time to end, at TERM."""
+"""Maximum seconds of draining.
+
+Calls that are still open then can finish within the node's own grace period after TERM.
+"""
 DEAD = "its process has died"
 FAILED = "its GPU has failed"
 STRAY = "no state holds it"
@@ -36,7 +39,7 @@ Apply = Callable[[Callable[[Event], None]], None]
 
 
 class Provision:
-    """State of one command: the service file, its stack and Terraform's directory."""
+    """State of one `garnish infra` command: the service file, its stack and Terraform's directory."""
 
     def __init__(self, file: Path, state: Path) -> None:
         self.state = state.absolute()
@@ -49,7 +52,8 @@ class Provision:
     def workspace(self) -> Workspace:
         """The Terraform workspace of the service's stack.
 
-        Raises InfraError without a Terraform that is new enough, or without credentials and a region that it needs.
+        Raises InfraError if no sufficiently new Terraform is installed, or if AWS credentials or a region are needed
+        and missing.
         """
         check_credentials(self.stack)
         home = service_directory(self.state, self.stack.service)
@@ -67,9 +71,9 @@ class Provision:
             return self.workspace.plan(self.stack, self.made_for, self._dead(addresses), strays=strays)
 
     def apply(self, confirm: Callable[[SavedPlan], None], report: Report) -> SavedPlan:
-        """Applies the saved plan, after draining the nodes that it ends.
+        """Applies the saved plan, after draining the nodes that the plan ends. Returns the plan.
 
-        `confirm` is called with the plan first, and raises to stop. Raises FrontDoorError.
+        `confirm` is called with the plan first; it raises an exception to cancel. Raises FrontDoorError.
         """
         with infra_errors_as_cli_errors():
             check_memory(self.service)
@@ -81,10 +85,11 @@ class Provision:
             return plan
 
     def resize(self, report: Report) -> None:
-        """Sets the number of local nodes to the stack's, for the autoscaler.
+        """Creates and ends local nodes until their number is that of the stack, for the autoscaler.
 
-        Nodes that are dead or whose GPU has failed are replaced. Raises Unchanged if there can be no plan, or if it
-        contains any other change, which an operator must see first. Raises InfraError if applying it fails.
+        Nodes that are dead or whose GPU has failed are replaced. Raises Unchanged if no plan can be made. Raises it
+        also if the plan contains other changes, which an operator must see first. Raises InfraError if applying the
+        plan fails.
         """
         with ExitStack() as stack:
             with unchanged():
@@ -108,9 +113,10 @@ class Provision:
             )
 
     def destroy(self, confirm: Callable[[SavedPlan], None], report: Report, *, force: bool) -> SavedPlan:
-        """Destroys everything, after draining the nodes; with `force` also if they can't be drained.
+        """Destroys all resources of the service's pools, after draining the nodes. Returns the applied plan.
 
-        Raises FrontDoorError.
+        `confirm` is as for `apply`. With `force` resources are destroyed even if nodes can't be drained. Raises
+        FrontDoorError if anything fails.
         """
         with infra_errors_as_cli_errors(), self.workspace.locked():
             report("preparing terraform")
@@ -137,14 +143,15 @@ class Provision:
         return pool_statuses(self.stack, Observed(applied, managed, tainted_nodes(values), alive, states))
 
     def format_pool_sizes(self) -> list[str]:
-        """Returns a line for each pool whose size the autoscaler has set; the plan keeps that size."""
+        """Returns a line for each pool whose size was set by the autoscaler. The plan keeps these sizes."""
         sizes = [f"node_pools.{pool.name}: {format_size(pool)}" for pool in self.stack.pools if pool.stated is not None]
         return [f"{line}; the plan keeps that, until `desired` is edited" for line in sizes]
 
     def _dead(self, addresses: Mapping[str, str]) -> dict[str, str]:
-        """Returns the causes of failure of declared nodes whose process has ended or whose GPU has failed, by address.
+        """Returns the cause of failure of each failed node, by the node's Terraform address.
 
-        `addresses` has the nodes in Terraform's state by id.
+        These are declared nodes whose process has ended or whose GPU has failed. `addresses` has the Terraform
+        addresses of the nodes in the state, by node id.
         """
         alive = {key.node for key in self._running(addresses)}
         failed = {node for node, item in self._reported_nodes().items() if gpu_fault(item)} if alive else set()
@@ -164,14 +171,14 @@ class Provision:
         started, ends_strays = set[str](), True
 
         def follow(event: Event) -> None:
-            if event.get("type") == "provision_start":  # `apply_start` comes also where an interrupt lets nothing begin
+            if event.get("type") == "provision_start":  # `apply_start` also comes if an interrupt prevents any change
                 started.add(_name_in(event))
             _progress(event, report)
 
         try:
             apply(follow)
         except BaseException as error:
-            ends_strays = not isinstance(error, (StateLocked, StalePlan))  # who holds the state may be making nodes
+            ends_strays = not isinstance(error, (StateLocked, StalePlan))  # another command may be creating nodes
             self._undrain([node for node in drained if node not in started])
             raise
         finally:
@@ -184,9 +191,9 @@ class Provision:
                 undrain(client, nodes)
 
     def _strays(self, managed: Collection[str]) -> list[NodeKey]:
-        """Returns the running nodes of this service's pools that the state does not hold.
+        """Returns the running nodes of this service's pools that are not in Terraform's state (`managed`).
 
-        They are left over from a creation that failed, or a state that was lost.
+        They remain after a failed creation, or after the loss of a state.
         """
         return sorted((key for key in self._running(()) if key.node not in managed), key=lambda key: key.node)
 
@@ -237,7 +244,7 @@ class Provision:
         }
 
     def _reported_nodes(self) -> dict[str, NodeItem]:
-        """Returns the gateway's nodes by id; empty if it does not answer."""
+        """Returns the gateway's nodes by id; empty if the gateway does not answer."""
         try:
             with admin_client(self.state) as client:
                 return known_nodes(client)
@@ -248,7 +255,7 @@ class Provision:
 def check_credentials(stack: Stack) -> None:
     """Raises InfraError if AWS credentials or a region are needed and missing.
 
-    Terraform alone would search for them for minutes. Their values are never read.
+    Without this check Terraform would search for them for minutes. Their values are never read.
     """
     if stack.aws is None and stack.state is None:
         return
@@ -258,7 +265,7 @@ def check_credentials(stack: Stack) -> None:
     try:
         session = boto3.Session()
         credentials = session.get_credentials()
-    except BotoCoreError as error:  # a profile that is nowhere, half of a key
+    except BotoCoreError as error:  # for example a missing profile, or an incomplete key
         raise InfraError(f"AWS credentials can't be used: {error}") from error
     if credentials is None:
         raise InfraError(missing_credentials())
@@ -267,9 +274,9 @@ def check_credentials(stack: Stack) -> None:
 
 
 def render_to(file: Path, state: Path, out: Path) -> list[Path]:
-    """Writes the root module into `out`, for people who run Terraform themselves; returns the files.
+    """Writes the root module into `out`, for users who run Terraform themselves. Returns the written files.
 
-    Works without terraform.
+    Terraform need not be installed.
     """
     from infra.render import write_root
 
@@ -280,18 +287,18 @@ def render_to(file: Path, state: Path, out: Path) -> list[Path]:
 
 
 def infra_errors_as_cli_errors() -> AbstractContextManager[None]:
-    """Raises failures of `infra` as FrontDoorError, which the command line shows as one line."""
+    """Converts errors of `infra` into FrontDoorError while the context runs. The command line prints it as one line."""
     return raised_as(FrontDoorError, InfraError)
 
 
 def unchanged() -> AbstractContextManager[None]:
-    """Raises failures as Unchanged, which says that nothing was changed before them."""
+    """Converts errors into Unchanged while the context runs, which means that nothing was changed."""
     return raised_as(Unchanged, FrontDoorError, InfraError)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Makes TERM and HUP end the block like Ctrl-C, so that drained nodes serve again.
+    """Makes TERM and HUP interrupt the context like Ctrl-C, so that drained nodes are undrained.
 
     A signal that is ignored (by `nohup`) stays ignored.
     """
@@ -307,9 +314,9 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _progress(event: dict[str, Any], report: Report) -> None:
-    """Reports a line when a change of a resource starts, ends or fails, and while a long one continues."""
+    """Reports a line for an event: when a resource's change starts, ends, fails, or takes long."""
     hook, name = event.get("hook") or {}, _name_in(event)
-    action = hook.get("action", "").replace("delete", "destroy")  # one word for it everywhere
+    action = hook.get("action", "").replace("delete", "destroy")  # the same word as in the plan
     seconds = hook.get("elapsed_seconds", 0)
     match event.get("type"):
         case "apply_start":
@@ -323,7 +330,10 @@ def _progress(event: dict[str, Any], report: Report) -> None:
 
 
 def _name_in(event: dict[str, Any]) -> str:
-    """Returns the name of the resource in an event of Terraform: a node's id, or its address; empty without one."""
+    """Returns the name of the resource in an event of Terraform; empty if the event has no resource.
+
+    The name is a node's id, else the resource's address.
+    """
     resource = (event.get("hook") or {}).get("resource") or {}
     return str(resource.get("resource_key") or resource.get("addr", ""))
 
@@ -333,7 +343,7 @@ def _format_state(node: NodeItem) -> str:
 
 
 def _of_size(change: Change) -> bool:
-    """Returns True for a change that creates or ends a node of a local pool because of its size or a failure."""
+    """Returns True if the change creates or ends a local node because of its pool's size or its own failure."""
     if "terraform_data.node[" not in change.address:
         return False
     return change.action == "create" or change.reason in (DEAD, FAILED, REASONS["delete_because_each_key"])

@@ -1,7 +1,7 @@
 """Reconciles a service with its service file: tenants, functions and aliases.
 
-A plan is made first, by reading the service and hashing the adapters' files; nothing changes until it is carried out.
-What the service has and the file does not declare stays as it is.
+First a plan is made, by reading from the service and hashing the adapters' files. Nothing changes until the plan is
+carried out. Tenants, functions and aliases that the file does not declare are not changed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gateway.routes.deploy import DeployReply
 
 class Connect(Protocol):
     def __call__(self, tenant: str | None, *, admin: bool = False) -> Client:
-        """Returns a client that acts for the tenant, with the administrator's key if asked."""
+        """Returns a client that acts for the tenant, with the administrator's key if `admin` is True."""
 
 
 class FunctionStep(msgspec.Struct, frozen=True):
-    """Change that one function needs.
+    """Change that one function needs; `action` is its kind.
 
-    `create`: the adapter becomes a new version. `move`: the adapter is a version already, and the alias must point to
-    it. `set`: only the function's policy changes, which it may in the other cases too.
+    `create`: the adapter becomes a new version. `move`: the adapter is a version already, and the alias must be pointed
+    to this version. `set`: only the function's policy changes. The policy may change with `create` and `move` too.
     """
 
     tenant: str
@@ -37,7 +37,7 @@ class FunctionStep(msgspec.Struct, frozen=True):
     alias: str
     action: Literal["create", "move", "set", "none"]
     version: int | None
-    """version that the adapter is already"""
+    """version that has the adapter already; None if there is none"""
     points_to: int | dict[str, float] | None
     adapter: str
     policy: dict[str, Any] = {}
@@ -60,10 +60,10 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
-    """Change that one tenant needs.
+    """Change that one tenant needs; `action` is its kind.
 
-    `change`: its settings differ from the file. `later`: they differ too, but the gateway declares the tenant in its
-    own service file.
+    `change`: the tenant's settings differ from the file. `later`: they differ too, but the gateway declares the tenant
+    in its own service file, and applies that file at its next start.
     """
 
     tenant: str
@@ -83,7 +83,7 @@ class TenantStep(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     tenants: list[TenantStep]
-    """steps for tenants; empty without an administrator's key"""
+    """steps for tenants; empty if there is no administrator's key"""
     functions: list[FunctionStep]
 
     @property
@@ -98,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
     """Compares the service file's functions and tenants with the service, and returns the plan.
 
-    Raises GarnishError.
+    `administers` is True if there is an administrator's key. Raises GarnishError.
     """
     tenants: list[TenantStep] = []
     if administers:
@@ -112,9 +112,9 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
 
 
 def carry_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> Iterator[DeployReply]:
-    """Carries out one change after another, and yields the reply of each deploy.
+    """Carries out the changes one by one, and yields the reply of each deploy.
 
-    `report` is called with each change before it starts. Raises GarnishError; earlier changes stay.
+    `report` is called with a text before each change. Raises GarnishError; changes before the failed one stay.
     """
     for step in plan.tenants:
         if step.action in ("create", "change"):
@@ -132,9 +132,10 @@ def carry_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> It
 
 
 def try_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> Iterator[DeployReply]:
-    """Has the service validate the adapters that would become versions, of existing tenants. Nothing changes.
+    """Lets the service validate the adapters that would become new versions, without any change.
 
-    Raises GarnishError with the function's name for the first one that is refused.
+    Yields the replies. Adapters of tenants that do not exist yet are skipped. Raises GarnishError with the function's
+    name for the first adapter that is refused.
     """
     new = {step.tenant for step in plan.tenants if step.action == "create"}
     for entry in plan.functions:

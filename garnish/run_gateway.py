@@ -1,4 +1,7 @@
-"""The gateway as a child of `garnish up`: `python -m garnish.run_gateway`, settings on standard input."""
+"""Runs the gateway as a child process of `garnish up`.
+
+The command is `python -m garnish.run_gateway`, with the settings as JSON on standard input.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from node_agent.child import die_with_parent, read_config
 
 class GatewayProcessConfig(msgspec.Struct, frozen=True):
     parent: int
-    """Process id of `garnish up`: the child ends when that process has."""
+    """Process id of `garnish up`. The child ends when that process ends."""
     gateway: GatewayConfig
 
 

@@ -1,4 +1,7 @@
-"""A node as a child of `garnish up`: `python -m garnish.run_node`, settings on standard input."""
+"""Runs a node as a child process of `garnish up`.
+
+The command is `python -m garnish.run_node`, with the settings as JSON on standard input.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from node_agent.supervisor import run
 
 class NodeProcessConfig(msgspec.Struct, frozen=True):
     parent: int
-    """Process id of `garnish up`: the child ends when that process has."""
+    """Process id of `garnish up`. The child ends when that process ends."""
     node: NodeConfig
 
 

@@ -1,6 +1,6 @@
 """Output of the command line: results on standard output, progress and problems on standard error.
 
-Tables are fitted to a terminal's width; elsewhere they are lines of tab-separated fields below a header line.
+On a terminal tables are fitted to its width. Otherwise they are lines of tab-separated fields, after a header line.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _BLANKS = str.maketrans("\t\n", "  ")
 
 
 class Screen:
-    """Writes tables and a spinner on a terminal, plain lines elsewhere; with `as_json` only results, as JSON.
+    """Writes a command's output: tables and a spinner on a terminal, plain lines otherwise.
 
-    With `header` tables have one.
+    With `as_json` only results are written, as JSON. With `header` tables have a header line.
     """
 
     def __init__(self, as_json: bool = False, *, header: bool = True) -> None:
@@ -51,35 +51,35 @@ class Screen:
         return self._out.is_terminal
 
     def line(self, text: str = "") -> None:
-        """Writes a line for people; nothing with `as_json`."""
+        """Writes a line of readable text; does nothing with `as_json`."""
         if not self.as_json:
             self.piece(text + "\n")
 
     def styled(self, text: str) -> None:
-        """Writes a line with our own control characters; nothing with `as_json`."""
+        """Writes a line that may contain control characters of this program; does nothing with `as_json`."""
         if not self.as_json:
             self._out.file.write(text + "\n")
             self._out.file.flush()
 
     def piece(self, text: str) -> None:
-        """Writes text at once, without a line break; on a terminal without foreign control characters."""
+        """Writes text immediately, without a line break. On a terminal control characters in it are removed."""
         self._out.file.write(printable(text) if self.is_terminal else text)
         self._out.file.flush()
 
     def pieces(self, content: Iterable[bytes]) -> None:
-        """Writes a stream of UTF-8 text, piece by piece."""
+        """Writes a stream of UTF-8 text, chunk by chunk."""
         decoder = getincrementaldecoder("utf-8")(errors="replace")
         for piece in content:
             self.piece(decoder.decode(piece))
 
     def result(self, value: Any) -> None:
-        """Writes the command's outcome as JSON; nothing without `as_json`."""
+        """Writes the command's result as JSON; does nothing without `as_json`."""
         if self.as_json:
             self._out.file.write(msgspec.json.encode(value).decode() + "\n")
             self._out.file.flush()
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-        """Writes a table for people; nothing with `as_json`."""
+        """Writes a table; does nothing with `as_json`."""
         if self.as_json:
             return
         if not self.is_terminal:
@@ -91,9 +91,9 @@ class Screen:
             self.notice(dropped)
 
     def progress(self, text: str, share: float | None = None) -> None:
-        """Shows what is being done, and the share of it that is done.
+        """Shows the current step, and the completed share of it (0 to 1).
 
-        Replaces the previous line on a terminal; elsewhere prints a new line if the text has changed.
+        On a terminal it replaces the previous progress. Otherwise it prints a new line if the text has changed.
         """
         if self._err.is_terminal:
             if self._status is None:
@@ -115,28 +115,28 @@ class Screen:
 
 
 def progress_bar(share: float) -> str:
-    """Returns a bar of BAR_WIDTH characters for a share of 0 to 1, and the percentage."""
+    """Returns a progress bar of BAR_WIDTH characters with the percentage, for a share of 0 to 1."""
     done = min(BAR_WIDTH, max(0, int(share * BAR_WIDTH)))
     return f"{'█' * done}{'░' * (BAR_WIDTH - done)} {share:.0%}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column, with its rules for a terminal that is too narrow."""
+    """A column of a table, with its rules for a narrow terminal."""
 
     name: str
     number: bool = False
     min_width: int = 0
-    """characters to which it may shrink; 0 keeps its width"""
+    """minimum width in characters to which the column may shrink; 0 keeps its width"""
     cut: bool = False
-    """long cells are cut, with `…` at the end, instead of wrapped"""
+    """True truncates long cells with `…` instead of wrapping them"""
     spare: int = 0
-    """columns above 0 may be left out, the highest first"""
+    """a column above 0 may be left out; the column with the largest value is left out first"""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Layout of a table on a terminal; columns are numbers from 0."""
+    """Layout of a table on a terminal. Columns are indices from 0."""
 
     shown: list[int]
     widths: list[int]
@@ -150,7 +150,7 @@ def format_tabbed(columns: Sequence[Column], rows: Sequence[Sequence[str]], head
 
 
 def make_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, header: bool) -> tuple[Table, str]:
-    """Returns the table for a terminal of `width` characters, and a line about columns that it leaves out, or ""."""
+    """Returns the table for a terminal of `width` characters, and a line about omitted columns (empty if none)."""
     shown = [[printable(cell) for cell in row] for row in rows]
     fitted = fit(columns, shown, width)
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=header, padding=(0, GAP, 0, 0))
@@ -170,9 +170,10 @@ def make_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: 
 
 
 def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Fitted:
-    """Chooses columns and widths: drops columns without content, then spare ones, then shrinks the widest.
+    """Returns the layout for `width` characters.
 
-    The result is wider than `width` only if the columns that can't be left out are, at their minimum widths.
+    Columns without content are dropped, then spare ones; then the widest columns are shrunk. The result is wider than
+    `width` only if the required columns at their minimum widths are wider.
     """
     natural = [max([cell_len(column.name), *(cell_len(row[at]) for row in rows)]) for at, column in enumerate(columns)]
     floors = [

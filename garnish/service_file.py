@@ -1,4 +1,7 @@
-"""Types of serverless.yml; once it is read, sizes are in bytes, rates in bytes per second and times in seconds."""
+"""Types of the sections of serverless.yml.
+
+After reading, sizes are in bytes, rates in bytes per second and times in seconds.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tenant: Text | None = None
     alias: Text | None = None
     provisioned: Provisioned | Literal[0] | None = None  # type: ignore[assignment]
-    """0 means none, as in earlier files"""
+    """0 means none; it is accepted since earlier versions of the file had it"""
 
     def policy(self) -> dict[str, Any]:
         """Returns the policy fields that the file states."""

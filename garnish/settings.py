@@ -19,21 +19,30 @@ from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeCon
 from node_agent.supervisor import STOP_SLACK
 
 UP_SHUTDOWN_SECONDS = 5.0
-"""Time that open requests get when `garnish up` ends; less than in production, since a person waits."""
+"""Seconds that open requests get to finish when `garnish up` ends.
+
+The time is shorter than in production, since the user is waiting.
+"""
 
 SERVICE_STOP_SECONDS = MAX_TIMEOUT + 10.0
-"""Time in which the longest call ends, for a separate node or gateway; its supervisor may kill it sooner."""
+"""Seconds that open requests get to finish when a separately started node or gateway stops.
+
+The longest call fits in this time. The process's supervisor, such as systemd, may kill it earlier.
+"""
 POOL_NODE_STOP_SECONDS = SERVICE_STOP_SECONDS + STOP_SLACK + 5.0
-"""Time that a node of a local pool gets to stop; it ends its longest call first."""
+"""Seconds that a node of a local pool gets to stop; the longest call can finish in this time."""
 DISK_CACHE_BYTES = 10 << 30
 MAX_RUN_DIRECTORY = 90
-"""Bytes; Linux allows 107 for the path of the socket in it."""
+"""Maximum bytes of the path of a run directory. Linux allows 107 bytes for the path of the socket in it."""
 
 AS_STATED = (
     "device", "runner", "lora_kernel", "dtype", "prefix_cache", "cold_start", "eviction", "prefetch", "prefetch_waste",
 )  # fmt: skip
 BY_DEVICE = ("adapter_memory", "host_memory", "kv_memory", "max_rows", "max_cold", "chunk_tokens")
-"""Settings of the engine under the same names; it chooses those that are None by its device."""
+"""Settings that the service file and the engine have under the same names.
+
+For a setting that is None the engine chooses a value that suits its device.
+"""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -46,9 +55,9 @@ class Base(msgspec.Struct, frozen=True):
 
 
 def resolve_base(service: ServiceFile) -> Base:
-    """Returns the base model's directory and id; downloads a Hugging Face id that is not in the cache.
+    """Returns the base model's directory and id.
 
-    Raises StartError if there is no such model.
+    A Hugging Face model that is not in the cache is downloaded. Raises StartError if there is no such model.
     """
     written = service.base_model
     directory = service.path(written)
@@ -105,8 +114,8 @@ def gateway_config(
 ) -> GatewayConfig:
     """Returns the gateway's settings.
 
-    `host` and `port` of the command line win over the file. Open requests get `shutdown_seconds` at the end. Raises
-    ServiceFileError.
+    `host` and `port`, from the command line, take precedence over the file. Open requests get `shutdown_seconds` to
+    finish when the gateway stops. Raises ServiceFileError.
     """
     bounds: dict[str, Any] = {"hold_seconds": service.gateway.hold, "shutdown_seconds": shutdown_seconds}
     config = GatewayConfig(
@@ -150,7 +159,7 @@ def node_config(
     stop_seconds: float = UP_SHUTDOWN_SECONDS,
     pool: str = "",
 ) -> NodeConfig:
-    """Returns the settings of one node. `host_nodes` nodes, this one included, share the host's cores."""
+    """Returns the settings of one node. The host's cores are shared by `host_nodes` nodes, including this one."""
     return NodeConfig(
         node_id=node_id,
         pool=pool,
@@ -165,9 +174,10 @@ def node_config(
 
 
 def run_directory(state: Path, node_id: str) -> Path:
-    """Returns the folder of a node's Unix socket: in the state directory, or in /tmp if its path is too long.
+    """Returns the folder of a node's Unix socket.
 
-    The node creates it for its user alone, and refuses one of that name that belongs to another user.
+    It is in the state directory, or in /tmp if its path would be too long. The node creates the folder so that only its
+    user has access, and refuses an existing folder of another user.
     """
     inside = state / "run" / node_id
     if len(os.fsencode(inside)) <= MAX_RUN_DIRECTORY:
@@ -197,9 +207,9 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
 
 
 def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:
-    """Returns the settings of a node's disk cache, or None.
+    """Returns the settings of a node's disk cache, or None if it has no cache.
 
-    The default is 10 GiB for a remote registry, and no cache for a registry in a directory.
+    By default the cache has 10 GiB for a remote registry. For a registry in a directory there is no cache by default.
     """
     stated = service.node.disk_cache
     if stated == "off" or (stated is None and not store_kind(registry_of(service, state)).remote):

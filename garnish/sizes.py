@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write and read them: `4GiB`, `200MB/s`, `15m`."""
+"""Parses and formats sizes, rates and durations, such as `4GiB`, `200MB/s` and `15m`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 
 
 def parse_bytes(value: object) -> int:
-    """Returns the bytes of `4GiB`, `200MB` or a plain number above 0. Raises ValueError with what was expected."""
+    """Returns the number of bytes in a text such as `4GiB` or `200MB`, or a number above 0.
+
+    Raises ValueError that says what was expected.
+    """
     return math.ceil(_quantity(value, BYTES, "a size such as 512MiB, 4GiB or 2GB"))
 
 
 def parse_rate(value: object) -> float:
-    """Returns the bytes per second of a rate such as `1GB/s`. Raises ValueError with what was expected."""
+    """Returns the bytes per second of a rate such as `1GB/s`. Raises ValueError that says what was expected."""
     expected = "a rate such as 200MB/s or 1GB/s"
     if not isinstance(value, str) or not value.endswith("/s"):
         raise ValueError(f"expected {expected}, found {value!r}")
@@ -30,12 +33,15 @@ def parse_rate(value: object) -> float:
 
 
 def parse_seconds(value: object) -> float:
-    """Returns the seconds of `15m`, `250ms` or a plain number above 0. Raises ValueError with what was expected."""
+    """Returns the seconds in a text such as `15m` or `250ms`, or a number above 0.
+
+    Raises ValueError that says what was expected.
+    """
     return float(_quantity(value, SECONDS, "a duration such as 30s, 15m or 2h"))
 
 
 def parse_whole_seconds(value: object) -> int:
-    """Does what `parse_seconds` does. Raises ValueError also for a part of a second."""
+    """Returns seconds as `parse_seconds` does. Also raises ValueError if they are not a whole number."""
     seconds = parse_seconds(value)
     if not seconds.is_integer():
         raise ValueError(f"expected whole seconds, found {value!r}")
@@ -52,9 +58,9 @@ def format_bytes(count: int) -> str:
 
 
 def _quantity(value: object, units: dict[str, float] | dict[str, int], expected: str) -> Fraction:
-    """Returns the exact quantity, in the unit that counts as 1 in `units`. Raises ValueError with `expected`.
+    """Returns the exact quantity in the base unit, whose factor in `units` is 1.
 
-    A float would change large sizes by some bytes.
+    A float would be wrong by some bytes for large sizes. Raises ValueError with the text `expected`.
     """
     text = str(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
     match = _QUANTITY.fullmatch(text)

@@ -1,4 +1,8 @@
-"""Reads a YAML file as plain data, with the line of each value. Size, depth and count are bounded; no tags, no code."""
+"""Reads a YAML file as plain data, with the line of each value.
+
+Size, depth and number of values are limited. Only the tags of plain data are accepted, so no code can
+run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from garnish.errors import ServiceFileError
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 MAX_VALUES = 50_000
-"""Aliases are followed, so a small file could otherwise name exponentially many values."""
+"""Maximum number of values. Aliases are expanded, so a small file could otherwise have exponentially many."""
 
 FieldPath = tuple[str, ...]
 
@@ -26,7 +30,7 @@ _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Document:
-    """A YAML file's content, made of dict, list, str, int, float, bool and None."""
+    """Content of a YAML file, consisting of dict, list, str, int, float, bool and None."""
 
     def __init__(self, file: Path, value: Any, lines: Mapping[FieldPath, int]) -> None:
         self.file = file
@@ -34,7 +38,7 @@ class Document:
         self._lines = lines
 
     def error(self, path: FieldPath, problem: str) -> ServiceFileError:
-        """Returns an error at a field, with the line (from 1) of that field or the nearest field around it."""
+        """Returns an error about the field `path`, with the line of that field or of the nearest enclosing one."""
         nearest = path
         while nearest and nearest not in self._lines:
             nearest = nearest[:-1]
@@ -42,8 +46,11 @@ class Document:
 
 
 def read_yaml(file: Path, environment: Mapping[str, str] | None = None) -> Document:
-    """Reads the file; `${env:NAME}` in a value becomes that variable of `environment` (by default the process's).
-    Raises ServiceFileError."""
+    """Returns the content of the file.
+
+    `${env:NAME}` in a value is replaced by that variable of `environment`, by default the process's environment. Raises
+    ServiceFileError.
+    """
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)

@@ -1,7 +1,7 @@
-"""Node pools: from what serverless.yml declares to machines, with Terraform as the engine.
+"""Node pools: creates and ends the nodes that serverless.yml declares, with Terraform.
 
-`stack` has the desired state, `render` writes it as a Terraform root module over the hand-written ones in `modules/`,
-and `workspace` plans, applies and destroys through `terraform`. `processes` finds and ends what the backend `local`
-started, by pid file or by the tag in its environment, and never anything else. The folders `systemd` and `container`
-hold how gateway and node are installed.
+`stack` has the types of the desired state. `render` writes that state as a Terraform root module, which uses the
+hand-written modules in `modules/`. `workspace` plans, applies and destroys through `terraform`. `processes` finds and
+ends processes of the backend `local`, which it identifies by a pid file or by a tag in their environment. The folders
+`systemd` and `container` have files to install the gateway and nodes.
 """

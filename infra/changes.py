@@ -1,4 +1,4 @@
-"""Changes of a saved plan, one per resource: the action, its reason, and whether it costs money."""
+"""The changes in a saved plan: for each resource the action, the reason, and whether the resource is billed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTIONS = {
     ("delete",): "destroy",
 }
 COST_BEARING = frozenset({"aws_autoscaling_group", "aws_s3_bucket", "aws_instance", "aws_ebs_volume"})
-"""Resource types that are billed; most of the cost is the group's instances."""
+"""Types of resources that AWS bills. The instances of the autoscaling group are most of the cost."""
 
 BROKEN_OFF = "its creation did not end well"
 REASONS = {
@@ -37,7 +37,7 @@ _MODULE = re.compile(r"module\.pool_([A-Za-z0-9_-]+)")
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     action: str
     pool: str | None
-    """pool of the resource; None if it belongs to none"""
+    """pool of the resource; None if the resource belongs to no pool"""
     resource: str
     address: str
     reason: str
@@ -47,9 +47,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 def changes_of(
     shown: Mapping[str, Any], pools: Mapping[str, str], dead: Mapping[str, str], *, destroy: bool = False
 ) -> list[Change]:
-    """Returns the changes in a plan, the output of `terraform show -json`, sorted by pool and address.
+    """Returns the changes in a plan, sorted by pool and address.
 
-    `pools` maps modules to pools. `dead` maps addresses to the causes of their nodes' failures.
+    `shown` is the output of `terraform show -json`. `pools` maps modules to pools. `dead` maps addresses of failed
+    nodes to the causes of their failures.
     """
     changes = []
     for entry in shown.get("resource_changes", ()):
@@ -91,7 +92,7 @@ def _reason(entry: Mapping[str, Any], action: str) -> str:
 
 
 def _changed(change: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the attributes that change; the plan itself has their values, which may be long."""
+    """Returns the names of the attributes that change. Their values are left out, since they may be long."""
     before, after = change.get("before") or {}, change.get("after") or {}
     return sorted(name for name in after if before.get(name) != after[name])
 
@@ -102,5 +103,5 @@ def _short(entry: Mapping[str, Any]) -> str:
 
 
 def _natural(address: str) -> list[tuple[int, str]]:
-    """Returns a sort key that takes digits as numbers: `here-2` before `here-10`."""
+    """Returns a sort key that compares digits as numbers: `here-2` sorts before `here-10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", address)]

@@ -1,4 +1,4 @@
-"""Errors of node pools; their texts are meant for the operator."""
+"""Errors of node pools. Their messages are meant for the operator."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from contextlib import contextmanager
 
 
 class InfraError(Exception):
-    """An error that the operator must know or fix; the message is complete."""
+    """Base class of errors of node pools. The message can be shown to the operator without further context."""
 
 
 class TerraformMissing(InfraError):
-    """No usable terraform or tofu on PATH."""
+    """PATH has no terraform or tofu that can be used."""
 
 
 class StateLocked(InfraError):
-    """Another command or person works on this state."""
+    """Another command or operator holds the lock of this state."""
 
 
 class StateElsewhere(InfraError):
-    """Terraform's state is in another place than the service file says; `move` is the command that moves it."""
+    """Terraform's state is not in the place that the service file names.
+
+    `move` is the shell command that moves the state to that place.
+    """
 
     def __init__(self, move: str) -> None:
         super().__init__(
@@ -29,24 +32,24 @@ class StateElsewhere(InfraError):
 
 
 class StalePlan(InfraError):
-    """The saved plan is outdated, or there is none."""
+    """The saved plan is outdated, or there is no saved plan."""
 
 
 class Unchanged(InfraError):
-    """The work ended before anything was changed."""
+    """The command failed before anything was changed."""
 
 
 class TerraformFailed(InfraError):
-    """terraform failed; the message repeats its output."""
+    """terraform failed. The message contains its output."""
 
 
 class Interrupted(InfraError):
-    """Ctrl-C, or another signal: terraform has saved its state and ended."""
+    """The command was interrupted by Ctrl-C or another signal. terraform has saved its state and ended."""
 
 
 @contextmanager
 def raised_as(kind: type[Exception], *caught: type[Exception]) -> Iterator[None]:
-    """Raises exceptions of the types `caught` as `kind`, with the same text."""
+    """Converts exceptions of the types `caught` into `kind`, with the same message, while the context runs."""
     try:
         yield
     except caught as error:

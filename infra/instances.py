@@ -1,4 +1,4 @@
-"""Instance types with NVIDIA GPUs that a pool of the backend `aws` may have, and whether a node fits on such a GPU."""
+"""AWS instance types with NVIDIA GPUs, and the check that a node fits on such a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from infra.errors import InfraError
 MIB = 1 << 20
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_TOKENS = 8192
-"""Tokens of KV memory for all running requests, without kv_memory in the file; at most one longest context."""
+"""Tokens of KV memory for all running requests, if the service file has no kv_memory.
+
+If the base model's longest context is shorter, its length is used instead.
+"""
 RUNTIME = 1 << 30
-"""Bytes for the driver's context, kernels and activations."""
+"""Device memory in bytes for the driver's context, kernels and activations."""
 NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
     "max_position_embeddings",
@@ -56,7 +59,7 @@ INSTANCE_TYPES: dict[str, Gpus] = {
 
 
 def devices_of(instance_type: str, devices: Sequence[int] | None, field: str) -> list[int]:
-    """Returns the GPUs of an instance that get a node: `devices`, or all if that is None.
+    """Returns the indices of the GPUs of an instance that get a node: `devices`, or all GPUs if it is None.
 
     Raises InfraError for a GPU that the type does not have.
     """
@@ -81,7 +84,7 @@ def gpus_of(instance_type: str, field: str) -> Gpus:
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """Device memory that a node needs, in bytes."""
+    """Device memory that a node needs, by purpose, in bytes."""
 
     weights: int
     adapters: int
@@ -96,9 +99,9 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
     """Returns the minimal device memory of a node.
 
-    `config` is the base model's config.json, `dtype` that of the service file. `adapter_memory` and `kv_memory` are in
-    bytes; None for `kv_memory` is room for MIN_KV_TOKENS, or one longest context if smaller. Raises InfraError for an
-    unknown dtype, or a model that is not Llama-like.
+    `config` is the base model's config.json, and `dtype` is that of the service file. `adapter_memory` and `kv_memory`
+    are in bytes. With None for `kv_memory` it is the memory for MIN_KV_TOKENS tokens, or for the longest context if
+    that is shorter. Raises InfraError for an unknown dtype, or for a model that is not Llama-like.
     """
     _check_config(config)
     if dtype == "auto":
@@ -122,9 +125,9 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def parameters(config: Mapping[str, Any]) -> int:
-    """Returns the number of parameters: projections, norms, embeddings, and a head unless it is tied.
+    """Returns the base model's number of parameters: projections, norms, embeddings, and a head unless it is tied.
 
-    A family that is not served counts as Llama's.
+    A model of a family that is not served is treated as Llama.
     """
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     widths, family = projection_widths(config), FAMILIES.get(str(config.get("model_type")), LLAMA)

@@ -1,6 +1,6 @@
-"""Processes of local nodes: their pid files, their tags in /proc, and their ends.
+"""Finds, identifies and ends the processes of local nodes, by their pid files and by their tags in /proc.
 
-A process is identified by its pid and start time, since pids are used again.
+A process is identified by its pid and start time, since the kernel reuses pids.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from infra.text import write_whole
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
-"""Time for a process to end after SIGKILL; only one that hangs in the kernel takes longer."""
+"""Seconds to wait for a process to end after SIGKILL; only a process that hangs in the kernel takes longer."""
 PROC = Path("/proc")
 NODE_TAG = "GARNISH_POOL_NODE"
-"""Environment variable of a pool's node and all its children: `<service>/<pool>/<node>`."""
+"""Environment variable of the processes of a pool's node. Its value is `<service>/<pool>/<node>`."""
 STATE_TAG = "GARNISH_POOL_STATE"
-"""Environment variable with the state directory, which separates two services of one name on a host."""
+"""Environment variable with the state directory. It distinguishes services with the same name on a host."""
 
 
 class NodeKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +48,11 @@ class NodeKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StillRunning(InfraError):
-    """Processes did not end, even by SIGKILL."""
+    """Processes did not end, even after SIGKILL."""
 
 
 def service_directory(state: Path, service: str) -> Path:
-    """Returns the default directory of a service's node pools."""
+    """Returns the default directory for the Terraform files and state of a service's node pools."""
     return state / "infra" / service
 
 
@@ -61,7 +61,7 @@ def nodes_directory(state: Path, service: str) -> Path:
 
 
 def write_pid_file(key: NodeKey, pid: int) -> Process | None:
-    """Writes the node's pid file and returns its process; None if the process has ended already."""
+    """Writes the node's pid file, and returns the process, or None if the process has ended already."""
     process = identify(pid)
     if process is None:
         return None
@@ -71,7 +71,7 @@ def write_pid_file(key: NodeKey, pid: int) -> Process | None:
 
 
 def read_pid_file(key: NodeKey) -> Process | None:
-    """Returns the process in the pid file, alive or not; None if the file is missing or broken."""
+    """Returns the process in the pid file, running or not, or None if the file is missing or invalid."""
     try:
         return msgspec.json.decode(key.pid_file.read_bytes(), type=Process)
     except (OSError, msgspec.DecodeError):
@@ -79,7 +79,7 @@ def read_pid_file(key: NodeKey) -> Process | None:
 
 
 def processes_of(key: NodeKey) -> list[Process]:
-    """Returns all living processes of a node: the one in its pid file, and those with its tag."""
+    """Returns all running processes of a node: the one in its pid file, and those with its tag."""
     recorded = read_pid_file(key)
     by_pid = {process.pid: process for tag, process in tagged(key.state, key.tag) if tag == key.tag}
     if recorded is not None and is_alive(recorded):
@@ -90,7 +90,7 @@ def processes_of(key: NodeKey) -> list[Process]:
 def main_process(key: NodeKey) -> Process | None:
     """Returns the node's supervisor, or None if it has ended.
 
-    Without a pid file it is the tagged process that no other tagged process started.
+    Without a pid file it is the process with the node's tag whose parent does not have that tag.
     """
     recorded = read_pid_file(key)
     if recorded is not None:
@@ -102,9 +102,10 @@ def main_process(key: NodeKey) -> Process | None:
 
 
 def stop(key: NodeKey, grace: float) -> bool:
-    """Ends a node: TERM to the supervisor, which drains; after `grace` seconds KILL to the remaining processes.
+    """Ends a node. Returns True if any of its processes was running.
 
-    Returns True if anything ran. Raises StillRunning if a process survives.
+    It sends TERM to the supervisor, which drains the node. After `grace` seconds it sends KILL to the remaining
+    processes. Raises StillRunning if a process survives.
     """
     processes = processes_of(key)
     if main := main_process(key):
@@ -121,9 +122,9 @@ def stop(key: NodeKey, grace: float) -> bool:
 
 
 def send(process: Process, number: signal.Signals) -> None:
-    """Sends the signal to this process, or does nothing if it has ended.
+    """Sends the signal `number` to the process, or does nothing if the process has ended.
 
-    A pidfd pins the pid during the check, so that no other process can get the signal.
+    A pidfd is used, so that no other process with the same pid can receive the signal.
     """
     try:
         handle = os.pidfd_open(process.pid)
@@ -138,7 +139,10 @@ def send(process: Process, number: signal.Signals) -> None:
 
 
 def running_nodes(state: Path, service: str, expected: Iterable[NodeKey] = ()) -> dict[NodeKey, Process]:
-    """Returns the living supervisors of the service's nodes: all that are tagged, and those of `expected` keys."""
+    """Returns the running supervisors of the service's nodes, by node.
+
+    They are found by their tags, and for the keys in `expected` also by pid files.
+    """
     keys = {key_of(str(state), tag) for tag, _ in tagged(str(state), f"{service}/")} | set(expected)
     supervisors = {key: main_process(key) for key in keys if key is not None}
     return {key: process for key, process in supervisors.items() if process is not None}
@@ -150,7 +154,7 @@ def key_of(state: str, tag: str) -> NodeKey | None:
 
 
 def _wait(key: NodeKey, seconds: float) -> list[Process]:
-    """Waits until no process of the node lives, for `seconds` at most; returns the remaining ones."""
+    """Waits until all processes of the node have ended, for at most `seconds`. Returns the remaining ones."""
     deadline = time.monotonic() + seconds
     pause = POLL_SECONDS
     while (remaining := processes_of(key)) and time.monotonic() < deadline:
@@ -160,11 +164,11 @@ def _wait(key: NodeKey, seconds: float) -> list[Process]:
 
 
 class Process(msgspec.Struct, frozen=True):
-    """Identity of a process; no later process with the same pid is equal to it."""
+    """Identity of a process. A later process with the same pid is not equal to it."""
 
     pid: int
     start_time: int
-    """clock ticks since boot (field 22 of /proc/PID/stat)"""
+    """clock ticks from boot to the process's start (field 22 of /proc/PID/stat)"""
     boot: str
 
 
@@ -175,12 +179,12 @@ class Stat(msgspec.Struct, frozen=True):
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Returns the kernel's state of the process; None if there is no such process."""
+    """Returns the fields of /proc/PID/stat that are needed, or None if there is no such process."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (OSError, UnicodeDecodeError):
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
+    fields = text.rpartition(")")[2].split()  # the name before it may contain blanks and brackets
     return Stat(fields[0], int(fields[1]), int(fields[19]))
 
 
@@ -189,7 +193,7 @@ def boot_id() -> str:
 
 
 def identify(pid: int) -> Process | None:
-    """Returns the living process with this pid; None without one, and for a zombie."""
+    """Returns the running process with this pid, or None if there is none or it is a zombie."""
     stat = read_stat(pid)
     return None if stat is None or stat.state in "ZX" else Process(pid, stat.start_time, boot_id())
 
@@ -199,7 +203,10 @@ def is_alive(process: Process) -> bool:
 
 
 def tags(pid: int) -> tuple[str, str] | None:
-    """Returns the process's (state directory, node tag); None if it has none, or belongs to another user."""
+    """Returns (state directory, node tag) from the process's environment.
+
+    Returns None if the process is not tagged, or belongs to another user.
+    """
     try:
         entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -210,7 +217,7 @@ def tags(pid: int) -> tuple[str, str] | None:
 
 
 def tagged(state: str, prefix: str) -> Iterator[tuple[str, Process]]:
-    """Yields (tag, process) of the living processes of this state directory whose tags begin with `prefix`."""
+    """Yields (tag, process) of the running processes of this state directory whose tag begins with `prefix`."""
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
@@ -218,5 +225,5 @@ def tagged(state: str, prefix: str) -> Iterator[tuple[str, Process]]:
         if process_tags is None or process_tags[0] != state or not process_tags[1].startswith(prefix):
             continue
         process = identify(int(entry.name))
-        if process is not None and tags(int(entry.name)) == process_tags:  # else another has taken the id meanwhile
+        if process is not None and tags(int(entry.name)) == process_tags:  # else another process has the pid by now
             yield process_tags[1], process

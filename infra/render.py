@@ -1,4 +1,7 @@
-"""Renders a stack as a Terraform root module: JSON in a stable order, fit for review, and the modules that it uses."""
+"""Renders a stack as a Terraform root module, together with the modules that it uses.
+
+The root module is JSON in a stable order, so that differences can be reviewed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MODULES = Path(__file__).with_name("modules")
 ROOT_FILE = "main.tf.json"
 STATE_FILE = "terraform.tfstate"
 REQUIRED_VERSION = ">= 1.10"
-"""Locks of a state on S3 without a table came with 1.10, in Terraform and OpenTofu alike."""
+"""Version constraint. Both Terraform and OpenTofu can lock a state on S3 without a DynamoDB table since 1.10."""
 NOTE = "Made by `garnish infra render` from serverless.yml: edit that file, not this one."
 
 Block = dict[str, Any]
@@ -50,9 +53,9 @@ def text_of(root: Block) -> str:
 
 
 def write_root(stack: Stack, directory: Path) -> str:
-    """Writes the root module and the modules that it uses, and returns the root's text. Raises InfraError.
+    """Writes the root module and the modules that it uses, and returns the root module's text.
 
-    Other files in the directory stay.
+    Other files in the directory are not changed. Raises InfraError.
     """
     root = render(stack)
     text = text_of(root)
@@ -103,7 +106,7 @@ def _pool_output(pool: Pool) -> Block:
 
 
 def _backend(stack: Stack) -> Block:
-    """Returns the backend of the state; for S3, region and credentials come from the environment."""
+    """Returns the Terraform backend for the state. For S3 the environment provides region and credentials."""
     if stack.state is None:
         return {"local": {"path": STATE_FILE}}
     key = "/".join(part for part in (stack.state.prefix, stack.service, STATE_FILE) if part)
@@ -111,7 +114,7 @@ def _backend(stack: Stack) -> Block:
 
 
 def _write_modules(target: Path, names: set[str]) -> None:
-    """Writes the modules `names`, and removes our other ones. Modules of others in the directory stay."""
+    """Writes the modules `names`, and removes this package's other modules. Foreign modules are not changed."""
     for old in sorted(MODULES.iterdir()):
         shutil.rmtree(target / old.name, ignore_errors=True)
     for name in sorted(names):
@@ -119,9 +122,9 @@ def _write_modules(target: Path, names: set[str]) -> None:
 
 
 def _aws_modules(stack: Stack, host: AwsHost) -> dict[str, Block]:
-    """Returns the modules of the stack's part in AWS: its pools and the registry's bucket.
+    """Returns the module blocks for AWS: those of the pools and of the registry's bucket.
 
-    Raises InfraError without a registry on S3.
+    Raises InfraError if the registry is not on S3.
     """
     if stack.registry is None:
         raise InfraError("registry: nodes in AWS need a registry on S3, s3://bucket/prefix")

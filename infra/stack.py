@@ -1,4 +1,4 @@
-"""The desired state of a service's node pools: the input of `render`."""
+"""Types for the desired state of a service's node pools, which is the input of `render`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from adapters.s3_url import S3Place
 from infra.errors import InfraError
 
 MAX_LOCAL_NODES = 64
-"""Nodes on one host, at most; more would only wait for each other."""
+"""Maximum number of nodes on one host; more nodes would only wait for each other."""
 UP_POOL = "node"
-"""Name that no pool may have, since `garnish up` calls its nodes node-1, node-2 ..."""
+"""Name that no pool may have, since the nodes of `garnish up` have the ids node-1, node-2, ..."""
 
 
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -27,13 +27,13 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     min: int = 0
     desired: int = 1
     stated: int | None = None
-    """`desired` in serverless.yml, if the autoscaler has set another one"""
+    """`desired` in serverless.yml if the autoscaler has set another size; else None"""
     max: int = 1
     instance_type: str | None = None
 
 
 class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of nodes of the `local` backend. All paths are absolute; the secret is named, not included."""
+    """Settings of nodes of the `local` backend. All paths are absolute; the secret is given by its file."""
 
     program: tuple[str, ...]
     service_file: str
@@ -42,11 +42,11 @@ class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str
     registry: str
     revision: str
-    """digest of all that a node reads at its start; a change replaces the nodes"""
+    """digest of everything that a node reads at its start; nodes are replaced when it changes"""
 
 
 class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    # The section `infra.aws` of serverless.yml. A docstring would stand in that file's JSON Schema.
+    # The section `infra.aws` of serverless.yml. A docstring would appear in that file's JSON Schema.
     region: Text
     vpc_id: Text
     subnet_ids: Annotated[list[Text], Meta(min_length=1)]
@@ -55,10 +55,10 @@ class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Name of the SSM SecureString parameter that holds the cluster secret."""
     secret_kms_key_arn: Text | None = None
     package: Text
-    """package for pip: the s3:// address of a wheel"""
+    """s3:// address of the wheel that pip installs"""
     image_parameter: Text
     model_source: Text
-    """The base model: an s3:// address, copied to the instance's own disk before the node starts."""
+    """s3:// address of the base model, which is copied to the instance's disk before the node starts."""
     registry_bucket: Literal["existing", "managed"] = "existing"
     volume_gib: Annotated[int, Meta(ge=30, le=16_384)] = 100
     target_group_arns: list[Text] = []
@@ -66,16 +66,16 @@ class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class AwsHost(Aws, frozen=True, kw_only=True):
-    """Settings of the `aws` backend: those of the account, and those of its instances. Secrets are only named."""
+    """Settings of the `aws` backend, for the account and for its instances. Secrets are given by name only."""
 
     gateway_url: str
     node_file: str
     devices: Sequence[int] | None = None
-    """GPUs of an instance that get a node; None is all"""
+    """indices of the GPUs of an instance that get a node; None means all GPUs"""
 
 
 class RegistryBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """The registry on S3; with `managed` Terraform creates the bucket too."""
+    """The registry's place on S3. With `managed` Terraform creates the bucket."""
 
     bucket: str
     prefix: str
@@ -89,7 +89,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     aws: AwsHost | None = None
     registry: RegistryBucket | None = None
     state: S3Place | None = None
-    """place of Terraform's state on S3; None is next to the root module"""
+    """place of Terraform's state on S3; None means a file next to the root module"""
 
     @property
     def local_pools(self) -> tuple[Pool, ...]:
@@ -101,9 +101,10 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sharing_nodes(bounds: Iterable[int]) -> int:
-    """Returns the number of equal shares of the host's cores for local nodes: the sum of the pools' `max`.
+    """Returns the number of equal parts into which the host's cores are divided among local nodes.
 
-    It does not depend on the present sizes, so that scaling changes no node's share.
+    It is the sum of the pools' `max` (`bounds`), at least 1. It does not depend on the current sizes, so that scaling
+    does not change the share of existing nodes.
     """
     return max(1, sum(bounds))
 
@@ -119,12 +120,12 @@ def node_ids(pool: str, count: int) -> list[str]:
 
 
 def pool_of(node: str) -> str:
-    """Returns the local pool of a node by its id."""
+    """Returns the name of a local node's pool, derived from the node's id."""
     return node.rpartition("-")[0]
 
 
 def check_stack(stack: Stack) -> None:
-    """Checks what the checks of serverless.yml leave open. Raises InfraError."""
+    """Checks the conditions that the checks of serverless.yml do not cover. Raises InfraError."""
     if not is_name(stack.service):
         raise InfraError(
             f"service: {stack.service!r} names a folder, tags and resources of node pools; expected {NAME_RULE}"

@@ -1,4 +1,4 @@
-"""Runs terraform (or OpenTofu): finds it, follows its output, and forwards Ctrl-C to it."""
+"""Finds and runs Terraform or OpenTofu, reads its output, and forwards Ctrl-C to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from infra.errors import (
 PROGRAMS = ("terraform", "tofu")
 OLDEST = (1, 10)
 MOVED = re.compile(r"Backend configuration changed|migrat")
-"""Pattern of terraform's message about a backend that differs from that of the last `init`."""
+"""Pattern of terraform's message that the backend differs from that of the last `init`."""
 LOCK_TIMEOUT = "3s"
 ASK_SECONDS = 60.0
 MAX_LINES = 200
@@ -40,7 +40,7 @@ INSTALL = "install Terraform 1.10 or newer (https://developer.hashicorp.com/terr
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 """Environment variables whose values are removed from terraform's output."""
 MEDDLING = re.compile(r"TF_(CLI_ARGS.*|WORKSPACE|DATA_DIR|LOG.*|VAR_.*)")
-"""Variables that would change a saved plan after it was shown, or put requests into logs."""
+"""Environment variables that could change a plan after it was shown, or write requests to logs."""
 
 Event = dict[str, Any]
 
@@ -52,7 +52,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 def find_program(search: str | None = None) -> Program:
-    """Returns the first of terraform and tofu on PATH that is new enough. Raises TerraformMissing."""
+    """Returns the first of terraform and tofu on PATH whose version is sufficient. Raises TerraformMissing."""
     old: list[str] = []
     for name in PROGRAMS:
         path = shutil.which(name, path=search)
@@ -77,9 +77,10 @@ def _version(path: str) -> str:
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment for terraform: `base`, or the caller's, without variables that change commands.
+    """Returns the environment variables for terraform.
 
-    It has the settings for use without a terminal.
+    They are those of `base`, or by default of this process, without variables that change commands. Settings for use
+    without a terminal are added.
     """
     base = os.environ if base is None else base
     variables = {name: value for name, value in base.items() if not MEDDLING.fullmatch(name)}
@@ -90,16 +91,16 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class Terraform:
-    """Runs terraform's commands in one root module's directory."""
+    """Runs terraform's commands in the directory of one root module."""
 
     def __init__(self, program: Program, directory: Path) -> None:
         self.program = program
         self.directory = directory
 
     def init(self) -> None:
-        """Prepares the directory for the other commands. Downloads the root module's providers: none for local pools.
+        """Prepares the directory for the other commands, and downloads the root module's providers.
 
-        Raises StateElsewhere if `infra.state` names another place than at the last command.
+        Local pools need no providers. Raises StateElsewhere if `infra.state` has changed since the last command.
         """
         try:
             self._run(["init", "-no-color"], _ignore)
@@ -161,7 +162,7 @@ class Terraform:
 
     @contextmanager
     def _started(self, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-        # Its own process group: Ctrl-C reaches it once, through us, and not its children behind its back.
+        # terraform has a separate process group: Ctrl-C reaches it only through this process, and not its children.
         process = subprocess.Popen(
             [self.program.path, *arguments],
             cwd=self.directory,
@@ -178,14 +179,14 @@ class Terraform:
             try:
                 yield process
             except BaseException:
-                process.send_signal(signal.SIGINT)  # nothing, if it has ended; leaving `with` waits for it
+                process.send_signal(signal.SIGINT)  # no effect if it has ended; the end of `with` waits for it
                 raise
 
 
 def _interrupt_and_wait(process: subprocess.Popen[str], interrupts: list[int]) -> None:
-    """Interrupts terraform, unless it was, and reads its output to the end.
+    """Interrupts terraform unless that was already done, and reads its output to the end.
 
-    Terraform saves its state first; a closed pipe would kill it before that.
+    Terraform saves its state before it ends. If its output were not read, a closed pipe would kill it before that.
     """
     if not interrupts:
         interrupts.append(signal.SIGINT)
@@ -195,9 +196,9 @@ def _interrupt_and_wait(process: subprocess.Popen[str], interrupts: list[int]) -
 
 
 def _follow(stream: Any, on_event: Callable[[Event], None]) -> tuple[list[str], list[Event]]:
-    """Calls `on_event` with terraform's events until its output ends.
+    """Calls `on_event` with each of terraform's events until its output ends.
 
-    Returns the last MAX_LINES plain lines, and the errors.
+    Returns the last MAX_LINES lines that are not events, and the events that are errors.
     """
     text: list[str] = []
     problems: list[Event] = []
@@ -222,10 +223,10 @@ def _event(line: str) -> Event | None:
 
 @contextmanager
 def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Forwards TERM, INT and HUP to terraform as a single INT. Yields the list of received signals.
+    """Forwards TERM, INT and HUP to terraform as a single INT, while the context runs.
 
-    Terraform then saves its state and ends; a second INT would abort it. A signal that is ignored (by `nohup`, or in
-    the background of a script) stays ignored.
+    Yields the list of received signals, which grows. After an INT Terraform saves its state and ends; a second INT
+    would abort it. A signal that is ignored already (by `nohup`, or in the background of a script) stays ignored.
     """
     received: list[int] = []
     before: dict[int, Any] = {}
@@ -235,7 +236,7 @@ def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
             process.send_signal(signal.SIGINT)
         received.append(number)
         if callable(previous := before[number]) and previous is not signal.default_int_handler:
-            previous(number, _frame)  # a program that goes on for longer than this command
+            previous(number, _frame)  # the handler of a program that runs longer than this command
 
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -252,7 +253,7 @@ def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 
 
 def _explained(text: list[str], problems: list[Event]) -> InfraError:
-    """Returns terraform's output as an error, with advice if it is a known one."""
+    """Returns terraform's output as an error, with advice if the error is known."""
     said = "\n".join(_diagnostic(problem) for problem in problems) or _plain(text)
     said = redacted(said)
     if "Error acquiring the state lock" in said or ("state lock" in said.lower() and "acquir" in said.lower()):
@@ -292,7 +293,10 @@ def _lock_holder(said: str) -> str:
 
 
 def _unlocking(said: str) -> str:
-    """Returns the advice for the lock of a terraform that was killed, which survives on S3; "" without a lock's id."""
+    """Returns advice on how to remove the lock of a terraform that was killed, which remains on S3.
+
+    Returns "" if the output has no lock id.
+    """
     match = re.search(r"^\s*ID:\s+(\S+)$", said, re.MULTILINE)
     if match is None:
         return ""
@@ -300,7 +304,7 @@ def _unlocking(said: str) -> str:
 
 
 def redacted(text: str, base: Mapping[str, str] | None = None) -> str:
-    """Returns the text without the values of credentials in the environment, or in `base`."""
+    """Returns the text without the values of credentials in `base`, by default the environment."""
     base = os.environ if base is None else base
     for name in SECRETS:
         value = base.get(name, "")

@@ -1,4 +1,4 @@
-"""Strings in Terraform's JSON, and atomic writes of files."""
+"""Escapes strings for Terraform's JSON, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _TEMPLATE = re.compile(r"([$%])\{")
 
 
 def literal(value: Any) -> Any:
-    """Returns the value with `${` and `%{` escaped, which are templates in Terraform's JSON."""
+    """Returns the value with `${` and `%{` escaped, which begin templates in Terraform's JSON."""
     if isinstance(value, str):
         return _TEMPLATE.sub(r"\1\1{", value)
     if isinstance(value, dict):
-        return {literal(key): literal(entry) for key, entry in value.items()}  # keys are read as templates, too
+        return {literal(key): literal(entry) for key, entry in value.items()}  # keys are templates, too
     return [literal(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes the file atomically, readable for its owner alone. Raises OSError."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # mkstemp makes it 0600
+    """Writes the file atomically, readable only by its owner. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # created with mode 0600
     with os.fdopen(descriptor, "w") as stream:
         stream.write(text)
         stream.flush()

@@ -1,4 +1,4 @@
-"""The directory of a service's root module, `<infra state>/<service>`, with the saved plan."""
+"""Manages the directory of a service's root module and saved plan, `<infra state>/<service>`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from infra.text import write_whole
 PLAN_FILE = "plan.tfplan"
 NOTE_FILE = "plan.json"
 SIZE_PLAN_FILE = "size.tfplan"
-"""File of the autoscaler's plans; the operator's saved plan is separate."""
+"""File for the autoscaler's plans. The operator's saved plan is another file."""
 LOCK_FILE = "garnish.lock"
 PLACE_FILE = "place"
-"""File in a service's default directory with the path of another directory that was used last."""
+"""File in a service's default directory that has the path of the directory used last."""
 
 
 class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a saved plan, in a file next to it: its inputs and its changes."""
+    """Description of a saved plan: a digest of its inputs, and its changes. It is stored in a file next to the plan."""
 
     made_for: str
     plan_sha256: str
@@ -39,7 +39,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workspace:
-    """Terraform's directory of a service, to be used inside `locked()`, by one command at a time.
+    """Terraform's directory of a service. All other methods must be called within `locked()`.
 
     `home` is the default directory, in which the path of the directory in use is recorded.
     """
@@ -50,7 +50,10 @@ class Workspace:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the workspace's lock. Raises StateLocked if another command of this host works here."""
+        """Holds the workspace's lock while the context runs.
+
+        Raises StateLocked if another command on this host holds it.
+        """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self.directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -72,7 +75,7 @@ class Workspace:
             ) from None
 
     def open(self, stack: Stack) -> None:
-        """Writes the root module and initialises terraform. Raises StateElsewhere."""
+        """Writes the root module, and initialises terraform in the directory. Raises StateElsewhere."""
         self._check_place()
         write_root(stack, self.directory)
         self._terraform.init()
@@ -80,7 +83,8 @@ class Workspace:
     def _check_place(self) -> None:
         """Records that this directory is used. Raises StateElsewhere if another one was used before.
 
-        Without its state, all resources would be created a second time, and the first ones never destroyed.
+        Without the state in that directory, all resources would be created a second time, and the first ones would
+        never be destroyed.
         """
         here, home = self.directory.resolve(), self._home.resolve()
         place_file = home / PLACE_FILE
@@ -106,10 +110,11 @@ class Workspace:
         strays: Iterable[Change] = (),
         destroy: bool = False,
     ) -> SavedPlan:
-        """Makes and saves a plan, and returns its description.
+        """Creates and saves a plan, and returns its description.
 
-        `dead` maps addresses of nodes that are to be replaced to the causes of their failures. `strays` are running
-        nodes that Terraform does not know; they end too, or are replaced if the plan creates them.
+        `made_for` is the digest of the plan's inputs (`digest_of`). `dead` maps addresses of failed nodes, which are to
+        be replaced, to the causes of their failures. `strays` are running nodes that are not in Terraform's state. They
+        are shown as ended, or as replaced if the plan creates a node with the same id.
         """
         self.delete_plan()
         changes = self._make_plan(PLAN_FILE, stack, dead or {}, destroy=destroy)
@@ -119,7 +124,7 @@ class Workspace:
         return saved
 
     def plan_sizes(self, stack: Stack, dead: Mapping[str, str]) -> list[Change]:
-        """Makes a separate plan for `apply_sizes`, and returns its changes."""
+        """Creates a separate plan for `apply_sizes`, and returns its changes."""
         return self._make_plan(SIZE_PLAN_FILE, stack, dead, destroy=False)
 
     def _make_plan(self, file: str, stack: Stack, dead: Mapping[str, str], *, destroy: bool) -> list[Change]:
@@ -128,7 +133,7 @@ class Workspace:
         return changes_of(self._terraform.show(file), pools, dead, destroy=destroy)
 
     def saved(self, made_for: str) -> SavedPlan:
-        """Returns the saved plan. Raises StalePlan if there is none, or it was made for other inputs."""
+        """Returns the saved plan. Raises StalePlan if there is none, or if it was created for other inputs."""
         try:
             saved_plan = msgspec.json.decode((self.directory / NOTE_FILE).read_bytes(), type=SavedPlan)
             digest = self._plan_digest()
@@ -144,14 +149,17 @@ class Workspace:
         return saved_plan
 
     def apply(self, on_event: Callable[[Event], None]) -> None:
-        """Applies exactly the saved plan, and deletes it, whatever the outcome."""
+        """Applies exactly the saved plan. The plan is deleted, also after a failure."""
         try:
             self._terraform.apply(PLAN_FILE, on_event)
         finally:
             self.delete_plan()
 
     def apply_sizes(self, on_event: Callable[[Event], None]) -> None:
-        """Applies the plan of `plan_sizes`; afterwards Terraform refuses the saved plan, as the state has changed."""
+        """Applies the plan of `plan_sizes`.
+
+        Afterwards Terraform refuses the saved plan, since the state has changed.
+        """
         self._terraform.apply(SIZE_PLAN_FILE, on_event)
 
     def delete_plan(self) -> None:
@@ -159,7 +167,7 @@ class Workspace:
             (self.directory / name).unlink(missing_ok=True)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state's `values`; empty if nothing was ever created."""
+        """Returns the `values` of Terraform's state; empty if nothing was ever created."""
         return self._terraform.show().get("values") or {}
 
     def _plan_digest(self) -> str:
@@ -182,7 +190,7 @@ def digest_of(stack: Stack, file: bytes) -> str:
 
 
 def resources(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns all managed resources of a state's `values`, those of modules too."""
+    """Returns all managed resources in a state's `values`, including those of modules."""
     managed: list[dict[str, Any]] = []
     pending: list[Mapping[str, Any]] = [values.get("root_module") or {}]
     while pending:
@@ -197,7 +205,7 @@ def outputs(values: Mapping[str, Any], name: str) -> Any:
 
 
 def local_nodes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the addresses of the local backend's nodes in the state, by node id."""
+    """Returns the Terraform addresses of the local backend's nodes in the state, by node id."""
     return {
         str(entry["index"]): str(entry["address"])
         for entry in resources(values)
@@ -212,5 +220,5 @@ def tainted_nodes(values: Mapping[str, Any]) -> set[str]:
 
 
 def declared_nodes(stack: Stack) -> Sequence[str]:
-    """Returns the ids of the local nodes that the stack asks for."""
+    """Returns the ids of the local nodes that the stack declares."""
     return [node for pool in stack.local_pools for node in node_ids(pool.name, pool.desired)]

@@ -1,1 +1,4 @@
-"""Arithmetic of LoRA and of decoder layers on tensors, without I/O. `reference` has the LoRA operations in torch."""
+"""Operators for LoRA and for decoder layers, on CPUs and GPUs. They do no I/O.
+
+`reference` has the LoRA operations in plain torch.
+"""

@@ -1,8 +1,8 @@
-"""Compiles the CPU operators for this processor, once per user, sources, compiler, processor and level.
+"""Compiles the CPU operators and caches the library per user.
 
-The sources are plain C++ behind a C interface, without headers of Python or torch; compiling takes three seconds.
-OpenMP stays unresolved at link time. Its functions then come from the OpenMP that torch has loaded, so both share one
-thread pool.
+The cache key has the sources, the compiler with its flags, the processor and its level (`kernels.level`). The sources
+are plain C++ behind a C interface, without headers of Python or torch; compiling takes three seconds. OpenMP stays
+unresolved at link time. Its functions then come from the OpenMP that torch has loaded, so both share one thread pool.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kernels.level import compiler_flags, used_level
 SOURCES = ("grouped_lora.cpp", "decoder.cpp", "product.cpp", "handoff.cpp")
 HEADERS = ("vectors.h", "dots.h")
 COMPILERS = ("g++", "clang++")
-# Without the last option g++ rounds some chains of sums once and others twice, by their length and the processor: a
-# token's bits would depend on the number of tokens in the batch.
+# avoid-fma-max-bits=0: otherwise g++ uses FMA in only some chains of sums, depending on their length and the processor.
+# A token's bits would then depend on the number of tokens in the batch.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "--param=avoid-fma-max-bits=0", "-fPIC", "-fopenmp")
 COMPILE_LIMIT_S = 120
 
@@ -36,11 +36,17 @@ Made = TypeVar("Made")
 
 
 class CompileError(RuntimeError):
-    """The operators can't be compiled or loaded here; the text says why. The torch path computes the same."""
+    """The operators can't be compiled or loaded on this host; the message has the reason.
+
+    The torch path computes the same results.
+    """
 
 
 def unless_uncompiled(make: Callable[[], Made], log: logging.Logger, warning: str) -> Made | None:
-    """Calls `make`, which loads compiled operators. Returns None, after a warning with the reason, if it can't."""
+    """Calls `make`, which loads compiled operators, and returns its result.
+
+    On a CompileError it logs `warning` with the reason and returns None.
+    """
     try:
         return make()
     except CompileError as error:
@@ -49,9 +55,10 @@ def unless_uncompiled(make: Callable[[], Made], log: logging.Logger, warning: st
 
 
 def load_library(cache: Path | None = None) -> ctypes.CDLL:
-    """Loads the compiled operators from `cache` (None: ~/.cache/garnish), and compiles them first if they aren't there.
+    """Loads the compiled operators from the folder `cache`; compiles them first if they are missing.
 
-    Raises CompileError, and ValueError for a level that can't be used.
+    `cache` None means ~/.cache/garnish. Raises CompileError. Raises ValueError if GARNISH_CPU_LEVEL names a level that
+    can't be used.
     """
     flags = (*FLAGS, *compiler_flags(used_level()))
     compiler = next((path for command in COMPILERS if (path := shutil.which(command))), None)
@@ -70,7 +77,7 @@ def load_library(cache: Path | None = None) -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of this user's compiled operators and of measurements of this host.
+    """Returns the folder with this user's compiled operators and the measurements of this host.
 
     Raises RuntimeError for a user without a home directory.
     """
@@ -78,17 +85,19 @@ def cache_folder() -> Path:
 
 
 def processor_key() -> str:
-    """Returns a text that differs between processors for which code or measurements differ.
+    """Returns the processor's feature flags and level, as a key for compiled code and measurements.
 
-    Machines with different processors can share a home directory.
+    The key is needed since hosts with different processors can share a home directory.
     """
     features = re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{features[0] if features else ''} {used_level()}"
 
 
 def _make_private(folder: Path) -> None:
-    """Creates the folder if needed. Raises CompileError unless this user alone can write there: its code runs as this
-    user."""
+    """Creates the folder if it is missing.
+
+    Raises CompileError unless only this user can write to the folder, since code in it runs as this user.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -102,7 +111,10 @@ def _key(texts: dict[str, bytes], compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], texts: dict[str, bytes], library: Path) -> None:
-    """Compiles in a temporary folder and renames the result; of processes that compile at the same time either wins."""
+    """Compiles in a temporary folder and renames the result to `library`.
+
+    If several processes compile at the same time, the last rename wins; all results are equal.
+    """
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         place = Path(name)
         for text, content in texts.items():

@@ -1,4 +1,4 @@
-"""LoRA on a CPU by one call of a compiled operator per projection group (grouped_lora.cpp)."""
+"""LoRA on a CPU, with one call of the compiled operator (grouped_lora.cpp) per projection group."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DTYPES = {
 }
 
 ALL = 1 << 62
-"""End of a range that has all rows or columns."""
+"""End of the range that contains all rows or columns."""
 COLUMNS = 32
-"""Granularity of output columns: multiples of it are borders of vectors and cache lines for every dtype."""
+"""Granularity in output columns: a multiple is a border of vectors and cache lines for every dtype."""
 
 Operators = dict[torch.dtype, Any]
-"""The operator per dtype of the weights."""
+"""Operators by the dtype of the weights."""
 
 
 def load_operators() -> Operators:
-    """Returns the operators by dtype, compiled first if needed (see `build`). Raises CompileError."""
+    """Returns the operators by dtype, after compiling them if necessary (see `build`). Raises CompileError."""
     library = load_library()
     operators = {dtype: getattr(library, name) for dtype, name in DTYPES.items()}
     for operator in operators.values():
@@ -58,7 +58,10 @@ class _Call(ctypes.Structure):
 
 
 class Segments:
-    """The segments of a pass, checked once for all its projection groups, and the operator's scratch memory."""
+    """The segments of a pass, and the operator's scratch memory.
+
+    The segments are checked once for all projection groups of the pass.
+    """
 
     def __init__(
         self, seg_start: torch.Tensor, seg_slot: torch.Tensor, tokens: int, max_rank: int, widest: int, threads: int
@@ -66,10 +69,10 @@ class Segments:
         """
         seg_start   i32[S + 1]: first token of each segment, and the end of the last
         seg_slot    i32[S], -1 = base
-        tokens      T: of x and of every y
+        tokens      T, the number of tokens (rows) of x and of each y
         max_rank    the largest rank of the batch's adapters
         widest      the largest d_in of the groups
-        threads     the most to use; the result's bits depend neither on them nor on the other segments
+        threads     maximum number of threads; a segment's bits depend neither on it nor on the other segments
 
         Both tensors are read at each `CompiledGroup.add`. Raises KernelArgumentError.
         """
@@ -94,14 +97,14 @@ class Segments:
         self.address = ctypes.addressof(self._shared)
 
     def use_xa(self, address: int) -> None:
-        """Places the products x A^T, fp32 [T, projections, max_rank], at `address`."""
+        """Sets the address of the buffer for the products x A^T: fp32 [T, projections, max_rank]."""
         self._shared.xa = address
 
 
 class CompiledGroup:
-    """The operator for one projection group of one layer.
+    """The compiled operator bound to one projection group of one layer.
 
-    Raises KernelArgumentError for weights that it can't take (fp64, on a GPU).
+    Raises KernelArgumentError for weights in another dtype than fp32, bf16 and fp16, or on a GPU.
     """
 
     def __init__(self, operators: Operators, view: GroupView, d_in: int, d_outs: Sequence[int]) -> None:
@@ -132,9 +135,9 @@ class CompiledGroup:
 
         Computed in fp32.
 
-        ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
+        ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not changed
         x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32, bf16 or fp16
-        segments  of the pass; its scratch is overwritten
+        segments  segments of the pass; their scratch memory is overwritten
 
         Raises KernelArgumentError.
         """
@@ -146,7 +149,8 @@ class CompiledGroup:
     def shrink(self, xa: torch.Tensor, x: torch.Tensor, segments: Segments, begin: int, end: int) -> None:
         """Computes xa[t, p, j] = x[t] . A_sp[j] for the rows j of A from `begin` to `end` - 1.
 
-        The rows of a segment are counted through its projections. Nothing else is written, and each sum once.
+        Rows are numbered consecutively across the projections of a segment. Nothing else is written; each sum is
+        written once.
 
         xa        f32[T, P, segments.max_rank], contiguous, in place
         x         as for `add`
@@ -159,9 +163,10 @@ class CompiledGroup:
     def expand(self, ys: Sequence[torch.Tensor], xa: torch.Tensor, segments: Segments, begin: int, end: int) -> None:
         """Adds ys[p][t, c] += scale[s, p] * xa[t, p] @ B_sp[:, c] for the columns c from `begin` to `end` - 1.
 
-        Columns are counted through the projections. `ys` are as for `add`, `xa` as `shrink` has written all of it.
-        Calls that cover all columns give the bits of `add`, if each border between them is a multiple of COLUMNS after
-        its projection's first column. Raises KernelArgumentError.
+        Columns are numbered consecutively across the projections. `ys` are as for `add`; `xa` must be complete, as
+        written by `shrink`. Several calls that together cover all columns give the same bits as `add`. For that each
+        border between calls must be a multiple of COLUMNS, counted from its projection's first column. Raises
+        KernelArgumentError.
         """
         self._take_ys(ys, segments)
         self._run_part(xa, segments, (0, 0, begin, end))

@@ -1,6 +1,7 @@
-"""LoRA of decode rows in Triton: one program per segment, projection and slice, which loops over the tokens.
+"""LoRA for decode rows in Triton, with one program per segment, projection and slice.
 
-A segment's weights are read from memory once per launch; tokens after the first tile read them from the GPU's cache.
+A program loops over its segment's tokens. A segment's weights are read from memory once per launch; token tiles after
+the first read them from the GPU's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kernels.view import LoraCall
 
 @triton.jit
 def largest_rank(rank, seg_slot, p, table_stride):
-    """Returns the largest rank in the batch for projection p."""
+    """Returns the largest rank of projection p among the batch's adapters."""
     segments = tl.num_programs(0)
     largest = 0
     for s0 in range(0, segments, 32):
@@ -33,7 +34,7 @@ def decode_shrink(
     PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Computes xa[split, p, t, j] for one segment, one projection, some of its ranks and some input columns."""
+    """Computes xa[split, p, t, j] for one segment and projection, over some ranks j and some input columns."""
     segment = tl.program_id(0)
     p = tl.program_id(1) // RANK_PROGRAMS
     part = tl.program_id(1) % RANK_PROGRAMS
@@ -91,28 +92,33 @@ def decode_expand(
 
 
 def mbgmv(call: LoraCall, sizes: Launch | None = None) -> None:
-    """Adds LoRA at each adapter's own rank: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, s the slot of token t.
+    """Adds LoRA at each adapter's rank: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, s the slot of token t.
 
-    The cost grows with the sum of ranks. Sums are fp32. `sizes`: tile sizes; None: those of this device. Two launches,
-    no allocation, no host synchronisation; ranks are read on the device. The same batch gives the same bits. Raises
-    KernelArgumentError before the first launch.
+    The cost grows with the sum of the rows' ranks. Sums are fp32. `sizes` are the tile sizes; None selects those of
+    this device. The call makes two launches, without allocation or host synchronisation; ranks are read on the device.
+    The same batch gives the same bits. Raises KernelArgumentError before the first launch.
     """
     _launch(call, False, sizes or launch_for("mbgmv", call.x.device))
 
 
 def bgmv(call: LoraCall, sizes: Launch | None = None) -> None:
-    """Adds LoRA as Punica's BGMV does: as `mbgmv`, with A_sp and B_sp padded by zero rows to the batch's largest rank.
+    """Adds LoRA as Punica's BGMV does, with all adapters padded to the batch's largest rank.
 
-    The cost grows with rows x largest rank, as in Punica (Chen et al. 2023), which stores padded weights. The
-    AdapterTable has no padding, so the kernel reads the memory after an adapter's first row in its place and multiplies
-    zeros. The largest rank of each projection is determined on the device, so a captured graph serves any ranks. Two
-    launches, no allocation, no host synchronisation; the same batch gives the same bits. Raises KernelArgumentError
-    before the first launch.
+    It computes what `mbgmv` computes. The cost grows with rows x largest rank, as in Punica (Chen et al. 2023), which
+    stores padded weights. The AdapterTable stores no padding. To have the same memory traffic, the kernel reads other
+    rows of the pool where padding would be, and replaces their values by zeros. The largest rank of each projection is
+    determined on the device, so a captured graph serves any ranks.
+
+    The call makes two launches, without allocation or host synchronisation. The same batch gives the same bits. Raises
+    KernelArgumentError before the first launch.
     """
     _launch(call, True, sizes or launch_for("bgmv", call.x.device))
 
 
 def _launch(call: LoraCall, padded: bool, sizes: Launch) -> None:
-    """Launches shrink and expand on grids that depend on shapes alone. `padded`: to the batch's largest rank."""
+    """Launches shrink and expand, on grids that depend on shapes alone.
+
+    `padded` pads all adapters to the batch's largest rank.
+    """
     units = call.view.pool.shape[0] // call.view.unit
     launch_pair((decode_shrink, decode_expand), call.seg_slot.shape[0], call, sizes, pool_units=units, PADDED=padded)

@@ -1,4 +1,4 @@
-"""Compiled CPU operators for the parts of a decoder layer between its matrix products (decoder.cpp)."""
+"""Compiled CPU operators (decoder.cpp) for the parts of a decoder layer between its matrix products."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PIECE = 64
 """Context positions of one work item, as in decoder.cpp."""
 BLOCK = 32
-"""Elements of the widest vector block: scratch for a head is rounded up to it."""
+"""Elements of the widest vector block; the scratch memory of a head is rounded up to a multiple of this."""
 MAX_HEAD = 512
-"""Width of the widest head, as in decoder.cpp."""
+"""Maximum head_dim, as in decoder.cpp."""
 
 
 class _Layer(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Pass(ctypes.Structure):
 
 
 class DecoderOperators:
-    """The operators for one dtype, fp32 or bf16. Raises CompileError, or KernelArgumentError for another dtype."""
+    """The operators for one dtype, fp32 or bf16. Raises CompileError; raises KernelArgumentError for other dtypes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in SUFFIX:
@@ -57,9 +57,10 @@ class DecoderOperators:
             operator.restype = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Returns weight * (x / sqrt(mean(x^2) + eps)) (Zhang and Sennrich 2019); x [..., width], weight [width].
+        """Returns weight * (x / sqrt(mean(x^2) + eps)), of x's shape and dtype (RMSNorm; Zhang and Sennrich 2019).
 
-        Rounded as Hugging Face rounds: the mean in fp32, the quotient to x's dtype before it is multiplied.
+        x is [..., width] and weight [width]. Rounding is that of Hugging Face: the mean is fp32, and the quotient is
+        rounded to x's dtype before it is multiplied.
         """
         width = weight.shape[0]
         self._check(x, width)
@@ -87,7 +88,8 @@ class DecoderOperators:
 class Heads:
     """Shape and scaling of one layer's attention.
 
-    `norms` are the weights [head_dim] of RMS norms over each head of q and of k, before they are rotated.
+    `norms` has two weights [head_dim]: RMS norms that are applied to each head of q and of k before the rotation.
+    `window` is the sliding window in tokens; None attends to the complete context.
     """
 
     heads: int
@@ -106,7 +108,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values [slots, kv_heads, head_dim] of one layer, contiguous, and the shape of its heads.
+    """KV cache of one layer: contiguous keys and values [slots, kv_heads, head_dim], and the shape of its heads.
 
     Position p of row r lies in slot block_table[r, p // block_tokens] * block_tokens + p % block_tokens.
     """
@@ -118,13 +120,13 @@ class PagedCache:
 
 
 class AttentionPass:
-    """Arguments of attention that all layers of a pass share. It keeps their tensors alive for the operator.
+    """Arguments of attention that all layers of a pass share. The object keeps the tensors alive for the operator.
 
     cos, sin     [T, head_dim], in the operators' dtype
     slots        i64[T]; a token with a slot below 0 is not written to the cache
     block_table  i32[>= R, blocks]
-    contexts     i32[>= R], tokens; context_lens has the same on the host
-    rows         number of decode rows, which come first and have one token each
+    contexts     i32[>= R], context lengths in tokens; context_lens has the same numbers on the host
+    rows         R, the number of decode rows, which come first and have one token each
 
     Raises KernelArgumentError.
     """
@@ -194,10 +196,10 @@ class PagedAttention:
         self._address = ctypes.addressof(self._struct)
 
     def __call__(self, qkv: torch.Tensor, pass_: AttentionPass) -> torch.Tensor:
-        """Rotates q and k of qkv [T, width], contiguous, in place, and writes k and v of all tokens into the cache.
+        """Computes attention of decode rows, and writes k and v of all tokens into the cache.
 
-        Returns [T, heads * head_dim]: attention's output for decode rows, uninitialised memory for other tokens.
-        Raises KernelArgumentError.
+        q and k of qkv [T, width], which is contiguous, are rotated in place first. Returns [T, heads * head_dim]:
+        attention's output for decode rows, uninitialised memory for other tokens. Raises KernelArgumentError.
         """
         if pass_.dtype is not self._dtype or pass_.head_dim != self.heads.head_dim:
             raise KernelArgumentError(f"the pass is of {pass_.dtype} and heads of {pass_.head_dim}, the layer is not")

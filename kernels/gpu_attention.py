@@ -1,8 +1,9 @@
-"""Triton kernels of attention over the paged cache, which read keys and values in place.
+"""Triton kernels for attention over the paged KV cache. They read keys and values in place.
 
-Both loop over a context in tiles of BN positions with a running maximum and sum (FlashAttention; Dao et al. 2022).
-Decode splits a row's context over programs and combines the parts in a second launch (Flash-Decoding). The query heads
-that share a key head are the rows of one product. Weights are powers of two of the scores: `scaling` includes log2(e).
+Both attention kernels loop over a context in tiles of BN positions with a running maximum and sum (FlashAttention; Dao
+et al. 2022). Decode splits a row's context over programs and combines the parts in a second launch (Flash-Decoding).
+The query heads that share a key head are the rows of one product. Softmax weights are computed as 2 ** score, since
+`scaling` includes log2(e).
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import triton.language as tl
 from kernels.tiles import dot, find_tile, narrow
 
 TABLES = ("context_len", "block_table", "query_start")
-"""Arguments that begin anywhere in a step's upload; a kernel specialised on their alignment would fit some buckets
-only."""
+"""Arguments without a fixed alignment, since they are slices of a step's upload.
+
+Kernels must not be specialised on their alignment, or they would have to be compiled again for some buckets.
+"""
 
 
 @triton.jit
 def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constexpr):
-    """Returns the cache slots i64 of positions p of a row; slot 0 for positions from `end` on."""
+    """Returns the cache slots (i64) of the positions p of a row; slot 0 for positions from `end` on."""
     inside = p < end
     block = tl.load(block_table + row.to(tl.int64) * table_stride + p // BLOCK_TOKENS, mask=inside, other=0)
     return tl.where(inside, block.to(tl.int64) * BLOCK_TOKENS + p % BLOCK_TOKENS, 0)
@@ -27,7 +30,7 @@ def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constex
 
 @triton.jit
 def load_heads(cache, slot, head, inside, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr):
-    """Loads [positions, BD]: one head of each slot, 0 where not `inside`."""
+    """Returns [positions, BD]: one head of each slot; 0 where `inside` is False."""
     d = tl.arange(0, BD)
     at = cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :]
     return tl.load(at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
@@ -35,7 +38,10 @@ def load_heads(cache, slot, head, inside, KV_HEADS: tl.constexpr, DIM: tl.conste
 
 @triton.jit
 def add_tile(scores, v, maximum, total, acc):
-    """Returns (maximum, sum, weighted values) after one more tile of scores [rows, BN] and values v [BN, BD]."""
+    """Returns the updated softmax state (maximum, total, acc) after one more tile.
+
+    The tile has scores [rows, BN] and values v [BN, BD]; acc [rows, BD] is the sum of weighted values.
+    """
     new = tl.maximum(maximum, tl.max(scores, 1))
     base = tl.where(new == float("-inf"), 0.0, new)  # a row without a visible position so far
     weights = tl.exp2(scores - base[:, None])
@@ -46,7 +52,7 @@ def add_tile(scores, v, maximum, total, acc):
 
 @triton.jit
 def cut(context, splits, WINDOW: tl.constexpr, LEAST: tl.constexpr, BN: tl.constexpr):
-    """Returns (first visible position, positions per split) of a row with this context."""
+    """Returns (first visible position, positions per split) of a row with `context` tokens."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
@@ -60,7 +66,10 @@ def decode_attention(
     WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     LEAST: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Attends for one row, key head and split of the context. Writes to scratch unless there is one split."""
+    """Computes attention for one row, one key head and one split of the context.
+
+    Writes to `out` if there is one split, else partial results to `scratch`.
+    """
     row = tl.program_id(0)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -103,7 +112,7 @@ def combine_splits(
     WINDOW: tl.constexpr, DIM: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Combines the splits of decode_attention, at most MOST, for one head of one row."""
+    """Combines the partial results of decode_attention, of at most MOST splits, for one head of one row."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(context_len + row)
@@ -129,7 +138,7 @@ def prefill_attention(
     WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Attends for one head and one tile of a row's tokens."""
+    """Computes attention for one head and one tile of a row's tokens."""
     row, t0 = find_tile(tl.program_id(0), query_start, rows, BT)
     if row >= rows:
         return
@@ -142,7 +151,7 @@ def prefill_attention(
     t = t0 + tl.arange(0, BT)
     mask = (t < end)[:, None] & (d < DIM)[None, :]
     query = tl.load(q + t.to(tl.int64)[:, None] * q_stride + head * DIM + d[None, :], mask=mask, other=0.0)
-    # tokens past the row's end see what its last token sees, so that no softmax is over nothing
+    # tokens after the row's end attend to the same positions as its last token, so that no softmax is over an empty set
     position = tl.minimum(context - end + t, context - 1)
     last = tl.minimum(context - end + t0 + BT, context)
     first = 0

@@ -88,7 +88,7 @@ def _check_cache(like: torch.Tensor, cache: PagedCache) -> None:
 
 
 def _check_rows(name: str, tensor: torch.Tensor, rows: int | None, width: int) -> None:
-    """Checks that the tensor is [rows, width] with rows of stride 1; `rows` None: any number."""
+    """Checks that the tensor is [rows, width] with rows of stride 1. `rows` None allows any number of rows."""
     if tensor.dtype not in WEIGHT_DTYPES:
         raise KernelArgumentError(f"{name} is {tensor.dtype}; one of {WEIGHT_DTYPES} is needed")
     if tensor.dim() != 2 or tensor.shape[1] != width or rows not in (None, tensor.shape[0]) or tensor.stride(1) != 1:

@@ -1,7 +1,7 @@
 """Triton kernels of `gpu_ops` other than attention: norms, rotary embedding with cache writes, SiLU.
 
 A model's sizes are compile-time constants. Arguments that change while the node serves are neither constants nor
-specialised on, so nothing is compiled then.
+specialised on, so serving never causes a compilation.
 """
 
 from __future__ import annotations
@@ -12,20 +12,28 @@ import triton.language as tl
 from kernels.tiles import narrow
 
 PER_TOKEN = ("positions", "slots")
-"""Arguments that begin anywhere in a step's upload; a kernel specialised on their alignment would fit some buckets
-only."""
+"""Arguments without a fixed alignment, since they are slices of a step's upload.
+
+Kernels must not be specialised on their alignment, or they would have to be compiled again for some buckets.
+"""
 
 
 @triton.jit
 def unit_rms(x, eps, WIDTH: tl.constexpr):
-    """Returns x [rows, columns] over each row's root mean square, in fp32. Columns from WIDTH on are 0."""
+    """Returns x [rows, columns] divided by each row's root mean square, in fp32.
+
+    Columns of x from WIDTH on must be 0.
+    """
     wide = x.to(tl.float32)
     return wide * tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
 
 
 @triton.jit
 def add_rms_norm(x, x_stride, residual, weight, out, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Normalises one token: out = weight * x / rms(x). With ADDS: residual += x, then the norm of residual."""
+    """Normalises one token: out = weight * x / rms(x).
+
+    With ADDS it first computes residual += x, and then normalises `residual` instead of x.
+    """
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)[None, :]
     inside = k < WIDTH
@@ -55,9 +63,9 @@ def silu_mul(gate_up, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rotated(at, mask, c, s, weight, eps, NORMED: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr):
-    """Returns the (lower, upper) halves [BH, BD] of the heads at `at`, rotated; normed first if NORMED.
+    """Returns the (lower, upper) halves [BH, BD] of the rotated heads at the pointers `at`.
 
-    Each product and the sum are rounded.
+    With NORMED the heads are normalised first. Each product and each sum is rounded to the heads' dtype.
     """
     dtype: tl.constexpr = at.dtype.element_ty
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -82,7 +90,10 @@ def rotate_and_store(
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Rotates BH heads of one token: of q in place, or of k into the cache, together with the same heads of v."""
+    """Rotates BH heads of one token.
+
+    Heads of q are rotated in place. Heads of k are written to the cache, together with the same heads of v.
+    """
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = qkv + t * qkv_stride

@@ -1,8 +1,8 @@
 """Interface of the operations between a decoder layer's matrix products on a GPU.
 
-`decoder` has the same operations for a CPU. Each output is written to a tensor of the caller's, and all values that
-change from step to step are tensors. Grids depend on shapes alone, so a CUDA graph captured for a bucket of rows serves
-any batch of that bucket. Contents of tensors are not checked: the host does not know them. All operations raise
+`decoder` has the same operations for a CPU. The caller allocates each output. All values that change from step to step
+are in tensors, and grids depend on shapes alone. A CUDA graph captured for a bucket of rows therefore serves any batch
+of that bucket. The contents of tensors are not checked, since the host does not know them. All operations raise
 KernelArgumentError before the first launch.
 
 The cache is that of `decoder`: keys and values [slots, kv_heads, head_dim] of one layer. Position p of row r is in slot
@@ -20,11 +20,14 @@ import torch
 from kernels.decoder import Heads, PagedCache
 
 MIN_PIECE = 128
-"""Context positions of a split of decode attention; combining smaller ones costs more than they gain."""
+"""Minimum number of context positions in a split of decode attention.
+
+Combining smaller splits costs more time than their parallel computation saves.
+"""
 MAX_SPLITS = 32
-"""Splits of a context; a power of two, as one program combines all."""
+"""Maximum number of splits of a context; a power of two, since one program combines all splits."""
 ENOUGH_PROGRAMS = 512
-"""Programs that keep the largest GPU busy: about four per multiprocessor."""
+"""Number of programs that keep the largest GPU busy: about four per multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,13 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Rows:
-    """The sequences that attend, R rows.
+    """The R sequences of a call of attention.
 
-    context_len i32[R], tokens, this pass's included; 0: a padding row, for which nothing is read or written
+    context_len i32[R], tokens including those of this pass; 0 is a padding row, for which nothing is read or written
     block_table i32[R, blocks], rows of stride 1
-    query_start i32[R + 1]: first token of each row, and the end of the last; None: row r is token r alone. A row's
-                tokens are the last of its context. They need not begin at token 0, and a row may have none.
+    query_start i32[R + 1]: first token of each row, and the end of the last; with None row r has token r alone. A
+                row's tokens are the last ones of its context. The first row need not begin at token 0, and a row may
+                have no tokens.
     """
 
     context_len: torch.Tensor
@@ -54,7 +58,10 @@ class Rows:
 
 
 class LayerOperations(Protocol):
-    """The operations, for T tokens in R rows. All tensors without a named dtype share one: fp32, fp16 or bf16."""
+    """The operations of a decoder layer, for T tokens in R rows.
+
+    All tensors without a stated dtype have the same one: fp32, fp16 or bf16.
+    """
 
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None
@@ -64,24 +71,24 @@ class LayerOperations(Protocol):
         x        [T, width], rows of stride 1
         weight   [width]
         out      [T, width], contiguous
-        residual [T, width], contiguous, in place; None: the norm is of x, which is not changed
+        residual [T, width], contiguous, in place; with None x is normalised and not changed
 
-        Rounded as Hugging Face rounds: the sum to the dtype, the mean in fp32, the quotient to the dtype before it is
-        multiplied. One launch.
+        Rounding is that of Hugging Face: the sum is rounded to the dtype, the mean is fp32, and the quotient is rounded
+        to the dtype before it is multiplied. Makes one launch.
         """
 
     def rotate_and_store(
         self, qkv: torch.Tensor, rotary: Rotary, cache: PagedCache, *, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Rotates q in place, and writes rotated k, and v, to the cache.
+        """Rotates q in place, and writes the rotated k and the v to the cache.
 
-        Heads of q and k are normed first if the cache's heads have norms (Qwen3).
+        Heads of q and k are normalised first if the cache's heads have norms (Qwen3).
 
         qkv       [T, (heads + 2 * kv_heads) * head_dim], rows of stride 1; the columns of k and v are not changed
         positions i64[T]
         slots     i64[T]; a token with a slot below 0 is not written. Slot 0 is for padding (`kv_blocks`) only
 
-        Each product of the rotation is rounded, as in Hugging Face. One launch.
+        Each product of the rotation is rounded to the dtype, as in Hugging Face. Makes one launch.
         """
 
     def silu_mul(self, gate_up: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -90,7 +97,7 @@ class LayerOperations(Protocol):
         gate_up [T, 2 * width], gate first, rows of stride 1
         out     [T, width], contiguous
 
-        One launch.
+        Makes one launch.
         """
 
     def decode_attention(
@@ -98,28 +105,28 @@ class LayerOperations(Protocol):
     ) -> None:
         """Computes attention of one token per row over its context.
 
-        q       [R, >= heads * head_dim], rows of stride 1; its first columns are used, so `qkv` fits
-        rows    without query_start
+        q       [R, >= heads * head_dim], rows of stride 1; only the first columns are read, so `qkv` can be passed
+        rows    query_start must be None
         out     [R, heads * head_dim], contiguous; padding rows are not written
-        scratch `decode_scratch` for R rows; its first size is the number of splits of a context
+        scratch from `decode_scratch` for R rows; its first dimension is the number of splits of a context
 
-        Weights are rounded to the cache's dtype before they are multiplied by values. One launch for one split, else
-        two. A row's bits depend on the sizes of batch and scratch, not on the other rows.
+        Softmax weights are rounded to the cache's dtype before they are multiplied by values. Makes one launch for one
+        split, else two. A row's bits depend on the sizes of batch and scratch, but not on the other rows.
         """
 
     def prefill_attention(self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor) -> None:
         """Computes causal attention of each row's chunk of tokens over the row's context.
 
         q       [T, >= heads * head_dim], as in `decode_attention`; the chunk's keys and values are in the cache already
-        rows    with query_start; T may exceed the rows' tokens
-        out     [T, heads * head_dim], contiguous; tokens of no row are not written
+        rows    query_start is required; T may exceed the number of tokens in the rows
+        out     [T, heads * head_dim], contiguous; tokens that belong to no row are not written
 
-        Weights are rounded as in `decode_attention`. One launch.
+        Softmax weights are rounded as in `decode_attention`. Makes one launch.
         """
 
 
 def decode_splits(rows: int, kv_heads: int, max_context: int) -> int:
-    """Returns the number of splits of a context with which a bucket of `rows` fills a GPU."""
+    """Returns the number of splits of a context with which a bucket of `rows` rows keeps a GPU busy."""
     return max(1, min(MAX_SPLITS, -(-ENOUGH_PROGRAMS // (rows * kv_heads)), -(-max_context // MIN_PIECE)))
 
 

@@ -1,6 +1,7 @@
 """The operations of `gpu_ops` in plain torch, for a CPU. They are slow and allocate memory.
 
-As in the kernels, no step depends on a value: contexts are computed to the full width of the block table, under masks.
+As in the kernels, control flow does not depend on the contents of tensors: contexts are computed over the full width of
+the block table, with masks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kernels.gpu_ops import Rotary, Rows
 
 
 class TorchOperations:
-    """Implements LayerOperations by plain torch."""
+    """LayerOperations in plain torch."""
 
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None
@@ -36,7 +37,7 @@ class TorchOperations:
         cos, sin = (table.index_select(0, positions)[:, None].repeat(1, 1, 2) for table in (rotary.cos, rotary.sin))
         new_q, new_k = (part * cos + _half_turned(part) * sin for part in (new_q, new_k))
         q.copy_(new_q)
-        # a token that must not be written rewrites slot 0, which is for padding, with its present values
+        # for a token that must not be written, the current values of slot 0 (padding) are written there again
         at, written = slots.clamp(min=0), (slots >= 0)[:, None, None]
         for stored, new in ((cache.keys, new_k), (cache.values, v)):
             stored.index_copy_(0, at, torch.where(written, new, stored.index_select(0, at)))

@@ -1,4 +1,7 @@
-"""The operations of `gpu_ops` in Triton: tile sizes, which are chosen by hand and not tuned, grids and launches."""
+"""The operations of `gpu_ops` in Triton: their tile sizes, grids and launches.
+
+Tile sizes are chosen by hand, not tuned.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,17 @@ LOG2_E = math.log2(math.e)
 SILU_BLOCK = 1024
 HEADS_PER_PROGRAM = 4
 MIN_DOT = 16
-"""Rows and columns of the smallest tensor core product."""
+"""Minimum number of rows and columns of a tensor core product."""
 TILE_BYTES = 16 << 10
-"""Bytes of keys, or of values, that one step of attention reads; two such tiles fit any GPU since sm_80."""
+"""Maximum bytes of keys that one step of attention reads; the same for values.
+
+Two such tiles fit into the shared memory of any GPU since sm_80.
+"""
 LARGEST_TILE = 64
 
 
 class TritonOperations:
-    """LayerOperations in Triton, which run in its interpreter, too."""
+    """LayerOperations in Triton. They also run in Triton's interpreter."""
 
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None

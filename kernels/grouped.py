@@ -1,6 +1,7 @@
-"""LoRA in torch for a batch whose tokens are grouped into segments by adapter: two products per segment and output.
+"""LoRA in torch for a batch whose tokens are grouped into segments by adapter.
 
-It computes long segments on a CPU, and all segments on a device for which there is no kernel.
+Each segment and output takes two matrix products. The module computes long segments on a CPU, and all segments on a
+device for which there is no kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 Part = tuple[int, int, int, torch.Tensor, float]
 Piece = tuple[torch.Tensor, Sequence[Part]]
-"""Columns of A with their parts of B, as in `add_pieces`."""
+"""Columns of A with the corresponding parts of B; see `pieces` of `add_pieces`."""
 
 
 def add_pieces(
@@ -24,15 +25,17 @@ def add_pieces(
 ) -> None:
     """Adds ys[i][begin:end] += scale * (x[begin:end] @ A)[:, low:high] @ B for each adapted output i.
 
-    A and B may be in pieces, if an adapter's rows are in several pages. The pieces are joined and multiplied in
-    `dtype`; outputs are rounded once. fp32 is the default: in bf16 oneDNN prepares a product for each new number of
-    tokens and ranks, which takes longer than it saves if these change from pass to pass.
+    A and B are in several pieces if an adapter's rows are in several pages. The pieces are joined and multiplied in
+    `dtype`; outputs are rounded once. fp32 is the default. In bf16 oneDNN prepares a kernel for each new combination of
+    tokens and ranks; if these change from pass to pass, that takes longer than bf16 saves.
 
-    ys      each [T, d_out], in place; other rows than [begin, end) are not changed
+    ys      tensors [T, d_out], in place; rows outside [begin, end) are not changed
     x       [T, d_in]
     pieces  (a, parts). a [d_in, ranks of the piece]: columns of A, in order, for all projections that share x.
-            parts: (i, low, high, b, scale), with low and high among the piece's ranks, and b [high - low, d_out]: rows
-            of B, in order. The parts of one output follow each other in A and have one scale; else ValueError.
+            parts: (i, low, high, b, scale). low and high are indices into the piece's ranks; b [high - low, d_out] has
+            rows of B, in order. The parts of one output must be adjacent in A and have the same scale.
+
+    Raises ValueError for parts that are not adjacent or differ in scale.
     """
     if not pieces:
         return
@@ -45,9 +48,9 @@ def add_pieces(
 
 
 def _outputs(pieces: Sequence[Piece]) -> dict[int, tuple[int, int, torch.Tensor, float]]:
-    """Returns for each output its columns [low, high) of xA, its joined B, and the scale.
+    """Returns (low, high, B, scale) by output, where [low, high) are its columns of xA.
 
-    Raises ValueError if an output's parts don't follow each other or differ in scale.
+    Raises ValueError if an output's parts are not adjacent or differ in scale.
     """
     parts_by_output: dict[int, list[Part]] = {}
     at = 0
@@ -66,5 +69,5 @@ def _outputs(pieces: Sequence[Piece]) -> dict[int, tuple[int, int, torch.Tensor,
 
 
 def _joined(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the rows as one matrix."""
+    """Returns the matrices `rows` concatenated along their rows."""
     return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -1,17 +1,19 @@
-"""Flag words by which a process signals to another that it has written memory which both map. No torch.
+"""Flag words in shared memory, with which a process signals to another that data is ready.
+
+The module does not import torch.
 
 A flag is a 64-bit word in a separate cache line, with one writer. Its values never repeat (epoch and sequence number,
-see `flag_value`), so an old word, or one that was written too late, is never taken for the awaited one.
+see `flag_value`), so a stale or late write is never mistaken for the awaited value.
 
 Memory order: The writer stores its data and then the flag with *release* order. The reader polls the flag with
 *acquire* order, and reads the data only after it has loaded the awaited value. That load synchronises with the store,
-so all that the writer wrote before is visible to the reader (C++17 [intro.races]). No process does a read-modify-write
-on a flag, or writes a flag of another.
+so everything that the writer wrote before is visible to the reader (C++17 [intro.races]). No process does a
+read-modify-write on a flag, or writes a flag of another.
 
 On x86-64 plain moves have both orders, because the processor keeps stores in order, and loads in order (total store
 order); `std::atomic` in handoff.cpp keeps the compiler from reordering. Without a compiler numpy's aligned 8-byte loads
-and stores are one move each, which the interpreter can neither split nor reorder. Other processors are refused, since
-this would fail there now and then.
+and stores are one move each, which the interpreter can neither split nor reorder. Other processors are refused,
+since their weaker memory order would cause sporadic failures.
 """
 
 from __future__ import annotations
@@ -26,23 +28,24 @@ import numpy as np
 from kernels.build import load_library
 
 Handled = ctypes.Array[ctypes.c_uint64]
-"""u64[slots]: the last handled value of each flag."""
+"""u64[slots]: the last value of each flag that was handled."""
 
 LINE = 64
 """Bytes of a cache line; each flag has a separate one."""
 SEQUENCE_BITS = 40
 DISARMED, TIMED_OUT = -1, -2
-"""Results of `next` that are no slots."""
+"""Results of `Flags.next` that are not slots."""
 
 
 class UnsupportedMachine(RuntimeError):
-    """CPU workers can't run on this processor: handoffs rely on the memory order of x86-64."""
+    """CPU workers can't run on this processor, because handoffs rely on the memory order of x86-64."""
 
 
 def flag_value(epoch: int, sequence: int) -> int:
-    """Returns the value of a flag; it is never 0, the value of a new word.
+    """Returns the value of a flag for an epoch and a sequence number.
 
-    A sequence lasts four months if a handoff takes 10 us.
+    For an epoch from 1 on the value is never 0, the value of a new word. At one handoff every 10 us the sequence
+    numbers of an epoch last four months.
     """
     return epoch << SEQUENCE_BITS | sequence
 
@@ -54,24 +57,31 @@ def check_machine(machine: str = platform.machine()) -> None:
 
 
 class Flags(Protocol):
-    """Operations on flags by address. Each one's time is bounded; the store of `post` is complete when it returns."""
+    """Operations on flags, which are given by address.
+
+    Each operation takes a bounded time. The store of `post` is complete when it returns.
+    """
 
     def post(self, flag: int, value: int) -> None:
-        """Stores the value with release order: a process that loads it sees all that was written before."""
+        """Stores the value with release order. A process that loads it sees everything that was written before."""
 
     def wait(self, flag: int, value: int, timeout_ns: int) -> bool:
-        """Polls with acquire order, at least once, until the flag is `value`. Returns False after `timeout_ns`."""
+        """Polls with acquire order, at least once, until the flag is `value`, and then returns True.
+
+        Returns False after `timeout_ns`.
+        """
 
     def next(self, flags: int, stride: int, handled: Handled, start: int, armed: int, timeout_ns: int) -> int:
-        """Waits for a slot whose flag differs from handled[slot], and returns the first, counted from `start` on.
+        """Waits for a slot whose flag differs from handled[slot], and returns the number of that slot.
 
-        Slots are checked in a circle. Returns DISARMED if no flag differs and the word `armed` is 0, TIMED_OUT after
-        `timeout_ns`. `flags` is the address of the first slot's flag; the next one is `stride` lines further.
+        Slots are checked from `start` on and then from 0, so the first match in this order is returned. Returns
+        DISARMED if no flag differs and the word at address `armed` is 0. Returns TIMED_OUT after `timeout_ns`. `flags`
+        is the address of the first slot's flag; the flags of two slots are `stride` cache lines apart.
         """
 
 
 class CompiledFlags:
-    """Flags by handoff.cpp, which is called without the interpreter's lock. Raises CompileError."""
+    """Flags implemented in handoff.cpp, which runs without the GIL. Raises CompileError."""
 
     def __init__(self) -> None:
         library = load_library()
@@ -87,7 +97,7 @@ class CompiledFlags:
 
 
 class NumpyFlags:
-    """Flags for hosts without a compiler. They are slower, and hold the interpreter's lock between polls."""
+    """Flags for hosts without a compiler. They are slower, and hold the GIL except between polls."""
 
     def post(self, flag: int, value: int) -> None:
         _word(flag)[0] = value

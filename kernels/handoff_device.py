@@ -1,4 +1,6 @@
-"""The device's side of a handoff, on its stream: handoff.cu, compiled by NVRTC and launched through the driver.
+"""The device's side of a handoff: kernels of handoff.cu on a CUDA stream.
+
+NVRTC compiles them, and the driver API launches them.
 
 Memory order, in addition to that of `handoff`: Each block stores its part of x. A barrier orders its threads' stores
 before the ticket, which is a release and acquire at device scope, so the block with the last ticket runs on after all
@@ -7,10 +9,10 @@ command flag each, with release order at system scope. A host thread that acquir
 wrote the commands before it launched. The waiting kernel acquires the done flags at system scope; kernels after it on
 the stream see the workers' results.
 
-A worker needs nothing from this device, so a wait can't deadlock; it has a limit all the same. A wait that times out
+A worker needs nothing from this device, so a wait can't deadlock. It has a timeout nevertheless. A wait that times out
 sets `poisoned`. Then the rest of the pass neither signals nor waits, and its rows must not be used. Neither kernel may
-run in a captured graph. The memory is the handoff memory, which the launching process has registered with CUDA.
-cuda.bindings come with all supported CUDA builds of torch.
+run in a captured graph. The flags are in the handoff memory, which the launching process has registered with CUDA. All
+supported CUDA builds of torch install cuda.bindings.
 """
 
 from __future__ import annotations
@@ -26,23 +28,24 @@ from kernels.build import CompileError
 SOURCE, HEADER = "handoff.cu", "handoff_order.h"
 THREADS = 256
 MAX_BLOCKS = 64
-"""Blocks that fill a link to host memory; each takes a ticket."""
+"""Maximum number of blocks, enough to saturate the link to host memory; each takes a ticket."""
 VECTOR = 16
-"""Bytes that a thread moves at a time."""
+"""Bytes that a thread copies per step."""
 Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_ulonglong | ctypes.c_int
 
 
 class Signal(NamedTuple):
-    """Flags of W workers that the device signals or awaits.
+    """Flags of W workers that the device sets or waits for.
 
-    `flags` and `values` are i64[W, 8] in registered host memory, a cache line per worker, of which column 0 counts.
+    `flags` and `values` are i64[W, 8] in registered host memory. Each worker has a cache line, of which only column 0
+    is used.
     """
 
     flags: torch.Tensor
     values: torch.Tensor
-    """awaited or new values of the flags; 0: the worker's flag is left out"""
+    """new or awaited values of the flags; the flag of a worker with 0 is skipped"""
     poisoned: torch.Tensor
-    """i32[1] on the device: not 0 in a pass that has failed"""
+    """i32[1] on the device; not 0 in a pass that has failed"""
 
 
 class StreamKernels(Protocol):
@@ -59,15 +62,15 @@ class StreamKernels(Protocol):
         """
 
     def wait(self, signal: Signal, timeout_ns: int, failed: torch.Tensor) -> None:
-        """Blocks later work on the stream until each flag with a value other than 0 has that value.
+        """Makes later work on the stream wait until flags[w] == values[w] for each worker w.
 
-        After `timeout_ns` it sets `poisoned`, and failed i32[1] in registered host memory, to 1, and stops waiting. It
-        does not wait if `poisoned` is set.
+        Workers whose values[w] is 0 are skipped. If `timeout_ns` passes first, the wait ends and sets `poisoned` and
+        `failed` to 1. `failed` is i32[1] in registered host memory. If `poisoned` is set already, there is no wait.
         """
 
 
 def compile_cubin(capability: tuple[int, int]) -> bytes:
-    """Compiles handoff.cu for a compute capability, which needs no GPU. Raises CompileError."""
+    """Returns handoff.cu compiled for a compute capability. Needs no GPU. Raises CompileError."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -90,7 +93,7 @@ def compile_cubin(capability: tuple[int, int]) -> bytes:
 
 
 class CudaKernels:
-    """StreamKernels by handoff.cu, to be created and used by one thread, on one device."""
+    """StreamKernels implemented in handoff.cu. An object must be created and used by one thread, for one device."""
 
     def __init__(self, device: torch.device) -> None:
         """Compiles the kernels and loads them on the device. Raises CompileError."""
@@ -117,7 +120,7 @@ class CudaKernels:
         self._launch(b"wait_for_workers", len(signal.values), 1, arguments)
 
     def _launch(self, name: bytes, blocks: int, threads: int, arguments: tuple[Argument, ...]) -> None:
-        # local memory suffices: the driver copies the arguments before it returns
+        # The arguments may be freed after the call: the driver copies them before it returns.
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch.cuda.current_stream(self._device).cuda_stream
         grid, block = (blocks, 1, 1), (threads, 1, 1)
@@ -132,7 +135,10 @@ def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Returns the value in a result of the bindings, None if it has none. Raises RuntimeError if the call failed."""
+    """Returns the value in a result of cuda.bindings, or None if there is none.
+
+    Raises RuntimeError if the call failed.
+    """
     status, *values = result
     if int(status):
         raise RuntimeError(f"CUDA says {status!r}")

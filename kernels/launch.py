@@ -1,4 +1,7 @@
-"""Launch sizes of the LoRA kernels: a committed table by GPU, also used for its generation, and a default."""
+"""Launch sizes of the LoRA kernels, from a committed table with an entry per GPU and a default.
+
+A GPU without an entry uses that of another GPU with the same compute capability, if there is one.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,29 @@ TABLE = files(__package__) / "launch_table.json"
 DEFAULT = "default"
 OPERATIONS = ("bgmv", "mbgmv", "sgmv")
 UNALIGNED = ("rank", "scale", "first", "seg_start", "seg_slot")
-"""Arguments that begin anywhere in the AdapterTable or a step's upload; a kernel specialised on their alignment would
-fit some layers or batches only."""
+"""Arguments without a fixed alignment, since they are slices of the AdapterTable or of a step's upload.
+
+Kernels must not be specialised on their alignment, or they would have to be compiled again for some layers or batches.
+"""
 
 Tile = Annotated[int, msgspec.Meta(ge=16, le=512)]
 Few = Annotated[int, msgspec.Meta(ge=1, le=32)]
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tile sizes, which are powers of two, and splits of one operation. They never depend on ranks."""
+    """Tile sizes and splits of one operation. They never depend on ranks. Tile sizes are powers of two."""
 
     tokens: Tile
-    """tokens of one tile; a tensor core takes 16 or more"""
+    """tokens of one tile; tensor cores need at least 16"""
     ranks: Tile
     shrink_width: Tile
-    """input columns of one step of the shrink"""
+    """input columns that the shrink reads per step"""
     expand_width: Tile
-    """output columns of one program of the expand"""
+    """output columns that a program of the expand computes"""
     splits: Few
-    """programs that share a segment's input columns; their parts are added in a fixed order"""
+    """programs among which a segment's input columns are divided; their sums are added in a fixed order"""
     rank_programs: Few
-    """programs that share a segment's ranks"""
+    """programs among which a segment's ranks are divided"""
     warps: Few = 4
     stages: Few = 3
 
@@ -54,7 +59,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """date and versions of the tuning, or a note that there was none"""
     operations: dict[str, Launch]
     capability: str = ""
-    """compute capability; the entry also serves other devices that have it"""
+    """compute capability such as "9.0"; the entry is also used for other devices that have it"""
 
     def __post_init__(self) -> None:
         if set(self.operations) != set(OPERATIONS):
@@ -62,7 +67,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_table(text: bytes) -> dict[str, Tuned]:
-    """Returns the entries by device name. Raises ValueError with the place of the fault."""
+    """Returns the table's entries by device name. Raises ValueError that says where the table is wrong."""
     try:
         table = msgspec.json.decode(text, type=dict[str, Tuned])
     except msgspec.MsgspecError as error:
@@ -80,14 +85,14 @@ def launch_table() -> dict[str, Tuned]:
 
 @cache
 def launch_for(operation: str, device: torch.device) -> Launch:
-    """Returns sizes tuned on this device, else on another of its generation, else the default."""
+    """Returns the sizes tuned for this GPU, else for one with its compute capability, else the default."""
     if device.type != "cuda":
         return default_launch(operation)
     return choose_tuned(torch.cuda.get_device_name(device), capability_of(device)).operations[operation]
 
 
 def choose_tuned(name: str, capability: str) -> Tuned:
-    """Returns the table's entry for a GPU."""
+    """Returns the table's entry for a GPU with this name and compute capability."""
     table = launch_table()
     alike = (tuned for tuned in table.values() if tuned.capability == capability)
     return table.get(name) or next(alike, table[DEFAULT])
@@ -103,14 +108,14 @@ def default_launch(operation: str) -> Launch:
 
 
 def column_blocks(widths: Sequence[int], block: int) -> int:
-    """Returns the number of programs, of `block` columns of one output each, that cover all outputs."""
+    """Returns the number of programs that cover all outputs, if each computes `block` columns of one output."""
     return sum(-(-width // block) for width in widths)
 
 
 def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, sizes: Launch, **special: int) -> None:
-    """Launches a shrink and an expand with `tiles` programs per slice. Raises KernelArgumentError before the first.
+    """Launches the kernels `pair`, a shrink and an expand, with `tiles` programs per slice.
 
-    `special`: arguments of this pair alone.
+    `special` are arguments that only this pair has. Raises KernelArgumentError before the first launch.
     """
     check_call(call, sizes.splits)
     ys, x, view, segments = call.ys, call.x, call.view, (call.seg_start, call.seg_slot)
@@ -118,7 +123,7 @@ def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, sizes: Launch
         return
     shrink, expand = pair
     widths, absent = [y.shape[1] for y in ys], MAX_PROJECTIONS - len(ys)
-    # outputs that a smaller group lacks have width 0, so no program computes them
+    # for a group of fewer than three projections the missing outputs get width 0, so no program computes them
     outputs = (*ys, *[ys[0]] * absent, *(y.stride(0) for y in ys), *[0] * absent, *widths, *[0] * absent)
     table_stride, scratch_sizes = view.rank.stride(0), call.xa.shape[1:]
     shared = {"UNIT": view.unit, "SPLITS": sizes.splits, "BT": sizes.tokens, "BR": sizes.ranks,

@@ -1,4 +1,4 @@
-"""Levels of this processor's instructions for matrix products, and a switch that limits a process to a lower one.
+"""Levels of this processor's instructions for matrix products, and a switch to a lower level.
 
 The level decides the speed of bf16 products. Without AVX512 torch multiplies bf16 by a reference path, and only the
 upper two levels have instructions that multiply bf16.
@@ -10,10 +10,13 @@ import os
 from pathlib import Path
 
 SWITCH = "GARNISH_CPU_LEVEL"
-"""Environment variable that names the highest level a process may use; unset: all that the processor has."""
+"""Environment variable with the highest level that a process may use.
+
+Unset means the highest level of the processor.
+"""
 
 LEVELS = ("avx2", "avx512", "avx512_bf16", "amx")
-"""Levels in ascending order. A lower processor, or one of another kind, has the level `other`."""
+"""Levels in ascending order. A processor without AVX2, or of another architecture, has the level `other`."""
 
 OTHER = "other"
 
@@ -35,7 +38,7 @@ def host_level() -> str:
 
 
 def level_of(cpuinfo: str) -> str:
-    """Returns the highest level whose flags a /proc/cpuinfo lists."""
+    """Returns the highest level whose flags are all listed in the text of /proc/cpuinfo."""
     lines = cpuinfo.splitlines()
     flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
     level = OTHER
@@ -47,7 +50,10 @@ def level_of(cpuinfo: str) -> str:
 
 
 def used_level() -> str:
-    """Returns this process's level. Raises ValueError for a level in the switch that is unknown or above the host's."""
+    """Returns this process's level.
+
+    Raises ValueError if SWITCH names a level that is unknown or above the host's.
+    """
     requested, host = os.environ.get(SWITCH, ""), host_level()
     if not requested:
         return host
@@ -64,7 +70,7 @@ def multiplies_bf16() -> bool:
 
 
 def levels_up_to(level: str) -> tuple[str, ...]:
-    """Returns the levels from the lowest to this one; none for `other`."""
+    """Returns the levels from the lowest up to `level`; empty for `other`."""
     return LEVELS[: LEVELS.index(level) + 1] if level in LEVELS else ()
 
 

@@ -1,4 +1,4 @@
-"""Compiled product of bf16 weights with a few rows on a CPU (product.cpp)."""
+"""Compiled matrix product on a CPU, of bf16 weights with a few rows (product.cpp)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Product(ctypes.Structure):
 
 
 class ProductOperator:
-    """The compiled product. Raises CompileError."""
+    """The compiled matrix product. Raises CompileError."""
 
     def __init__(self) -> None:
         self._run = load_library().product_bf16
@@ -29,8 +29,9 @@ class ProductOperator:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x W^T + bias [T, d_out], summed in fp32 and rounded once.
 
-        x [T, d_in] with rows of stride 1, weight [d_out, d_in] and bias [d_out] contiguous; all bf16 on the CPU. An
-        output's bits depend neither on the number of threads nor on the other rows of x. Raises KernelArgumentError.
+        x is [T, d_in] with rows of stride 1. weight [d_out, d_in] and bias [d_out] are contiguous. All are bf16 on the
+        CPU. An output row's bits depend neither on the number of threads nor on the other rows of x. Raises
+        KernelArgumentError.
         """
         d_out, d_in = weight.shape
         tokens = x.shape[0]

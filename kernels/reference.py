@@ -10,7 +10,7 @@ from kernels.view import ROW_ALIGN, GroupView
 
 
 def lora_rows(pool: torch.Tensor, offsets: torch.Tensor, width: int) -> torch.Tensor:
-    """Gathers rows [n, width] from a flat pool; offsets i32[n] are in ROW_ALIGN units."""
+    """Returns the rows [n, width] at `offsets` in a flat pool; offsets i32[n] are in units of ROW_ALIGN bytes."""
     per_unit = ROW_ALIGN // pool.element_size()
     index = offsets.long()[:, None] * per_unit + torch.arange(width, device=pool.device)
     return pool[index]

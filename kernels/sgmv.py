@@ -1,4 +1,4 @@
-"""LoRA of prompts in Triton: segments of any length, in tiles of tokens for tensor cores."""
+"""LoRA for prompts in Triton. Segments of any length are divided into tiles of tokens for tensor cores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sgmv_expand(
     UNIT: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile's LoRA to BN columns of one output."""
+    """Adds LoRA to BN columns of one output, for one tile of tokens."""
     segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BT)
     if segment >= segments:
         return
@@ -69,9 +69,10 @@ def sgmv_expand(
 def sgmv(call: LoraCall, sizes: Launch | None = None) -> None:
     """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for the tokens t of each segment, s its slot.
 
-    Sums are fp32; xA is rounded to the weights' dtype before the second product, for tensor cores. `sizes`: tile sizes;
-    None: those of this device. Two launches with the most tiles that T tokens in S segments can have, no allocation,
-    no host synchronisation. The same batch gives the same bits. Raises KernelArgumentError before the first launch.
+    Sums are fp32; xA is rounded to the weights' dtype before the second product, for tensor cores. `sizes` are the tile
+    sizes; None selects those of this device. The call makes two launches, without allocation or host synchronisation,
+    with the maximum number of tiles that T tokens in S segments can have. The same batch gives the same bits. Raises
+    KernelArgumentError before the first launch.
     """
     sizes = sizes or launch_for("sgmv", call.x.device)
     segments = call.seg_slot.shape[0]

@@ -10,7 +10,10 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-"""True in Triton's interpreter, which multiplies bf16 bits as integers, and truncates where a GPU rounds."""
+"""True in Triton's interpreter, for whose errors `dot` and `narrow` compensate.
+
+The interpreter multiplies bf16 bits as integers, and truncates where a GPU rounds.
+"""
 
 
 @triton.jit
@@ -24,7 +27,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def narrow(value, dtype: tl.constexpr):
-    """Returns an fp32 value in the weights' dtype, rounded to nearest even."""
+    """Returns fp32 values converted to `dtype`, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -34,10 +37,10 @@ def narrow(value, dtype: tl.constexpr):
 
 @triton.jit
 def find_tile(tile, seg_start, segments, BT: tl.constexpr):
-    """Returns (segment, first token) of a tile, by its number, if each segment is cut into tiles separately.
+    """Returns (segment, first token) of the tile number `tile`. Each segment begins a new tile of BT tokens.
 
-    The segment is `segments` if there are fewer tiles. Segments are loaded 32 at a time, so that their number needs no
-    specialised kernel.
+    If there are not as many tiles, the returned segment is `segments`. Segments are loaded 32 at a time, so that one
+    kernel serves any number of them.
     """
     segment = segments
     first = 0
@@ -57,9 +60,10 @@ def find_tile(tile, seg_start, segments, BT: tl.constexpr):
 
 @triton.jit
 def pad_units(units, row_offset, first, j, rank, width, pool_units, UNIT: tl.constexpr):
-    """Returns `units`, the offsets of an adapter's rows j, with other offsets for padding rows, from `rank` on.
+    """Returns `units`, the offsets of an adapter's rows j, with replacements for padding rows (j >= rank).
 
-    Padding rows are the rows after the adapter's first one in the pool, in a circle, whichever adapter has them.
+    The replacements are offsets of the memory that follows the adapter's first row in the pool, whatever it contains.
+    At the end of the pool they continue at its beginning.
     """
     row_units = tl.cdiv(width, UNIT)
     padding = (tl.load(row_offset + first) + j * row_units) % (pool_units - row_units + 1)
@@ -73,7 +77,7 @@ def shrink_tile(
 ):  # fmt: skip
     """Returns f32[BT, BR]: x[t0:end] @ A[j0:bound]^T over the column blocks of BK at k0, k0 + k_step, ...
 
-    A's rows from `rank` on count as 0; with PADDED they are read all the same.
+    Rows of A from `rank` on count as 0. With PADDED memory is read for them nevertheless.
     """
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
@@ -95,7 +99,7 @@ def shrink_tile(
 
 @triton.jit
 def store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, rank, BT: tl.constexpr, BR: tl.constexpr):
-    """Stores xa[split, p, t0:end, j0:rank] = acc; ranks from the scratch's `capacity` on are not written."""
+    """Stores xa[split, p, t0:end, j0:rank] = acc. Ranks >= `capacity`, the scratch's size, are not written."""
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
     rows = xa + ((split * projections + p) * tokens + t).to(tl.int64) * capacity
@@ -110,7 +114,7 @@ def expand_tile(
 ):  # fmt: skip
     """Computes y[t0:end, n] += scale * xa @ B[:bound, n], with xa summed over its splits in order.
 
-    B's rows from `rank` on count as 0; with PADDED they are read all the same.
+    Rows of B from `rank` on count as 0. With PADDED memory is read for them nevertheless.
     """
     t = t0 + tl.arange(0, BT)
     stored_rank = tl.minimum(rank, capacity)
@@ -139,7 +143,7 @@ def expand_tile(
 
 @triton.jit
 def choose_output(block, y0, y1, y2, s0, s1, s2, d0, d1, d2, BN: tl.constexpr):
-    """Returns the projection of a column block of the group, and its y, stride, width and the block's first column."""
+    """Returns (projection, y, stride, width, first column) of the column block number `block` of the group."""
     n0 = tl.cdiv(d0, BN)
     n1 = tl.cdiv(d1, BN)
     p = 0

@@ -11,17 +11,20 @@ ROW_ALIGN = 64
 """Unit of `row_offset`, in bytes."""
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_PROJECTIONS = 3
-"""Projections of the largest group: q, k and v."""
+"""Number of projections of the largest group: q, k and v."""
 
 
 class KernelArgumentError(ValueError):
-    """A tensor of a call does not fit the operation, which has not been launched."""
+    """A tensor of a call does not fit the operation. Nothing has been launched."""
 
 
 def check_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None
 ) -> None:
-    """Raises KernelArgumentError unless a tensor is contiguous, of dtype and shape, and on `device` (None: any)."""
+    """Raises KernelArgumentError unless the tensor is contiguous and has this dtype, shape and device.
+
+    `device` None allows any device.
+    """
     is_there = device is None or tensor.device == device
     if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or not is_there:
         at, wanted_at = ("", "") if device is None else (f" on {tensor.device}", f" on {device}")
@@ -32,13 +35,15 @@ def check_tensor(
 
 @dataclass(frozen=True)
 class GroupView:
-    """P projections that share their input, as views of the table. Addresses are fixed, so one view serves all passes.
+    """Views of the AdapterTable for P projections that share their input.
+
+    Addresses are fixed, so one view serves all passes.
 
     pool       flat, the weights' dtype; rows begin at multiples of ROW_ALIGN bytes
     rank       i32[slots, P], 0 = not adapted
     scale      f32[slots, P]
-    first      i32[slots, P, 2]: where in row_offset the rows of A and of B begin
-    row_offset i32[rows], in ROW_ALIGN units from the pool's start
+    first      i32[slots, P, 2]: indices in row_offset of the first row of A and of B
+    row_offset i32[rows]: offset of each row from the pool's start, in units of ROW_ALIGN bytes
     """
 
     pool: torch.Tensor
@@ -66,9 +71,10 @@ def group_view(
     layer: int,
     members: Sequence[int],
 ) -> GroupView:
-    """Returns the view of the neighbouring projections `members` of `layer`. Raises KernelArgumentError.
+    """Returns the view of the adjacent projections `members` (indices) of `layer`.
 
-    rank i32[slots, layers, projections], scale f32[same] and first i32[same, 2] are those of the whole table.
+    rank i32[slots, layers, projections], scale f32[slots, layers, projections] and first i32[slots, layers,
+    projections, 2] are those of the complete table. Raises KernelArgumentError.
     """
     low, high = members[0], members[-1] + 1
     if list(members) != list(range(low, high)) or len(members) > MAX_PROJECTIONS:
@@ -97,7 +103,7 @@ class LoraCall:
     seg_slot  i32[S], -1 = base
     view      the group's part of the AdapterTable; its dtype (fp32, fp16, bf16) is that of x and ys
     xa        f32[>= splits, >= P, >= T, capacity], scratch, in place
-    max_rank  a bound on the batch's ranks that the host knows: at most the scratch's capacity
+    max_rank  upper bound of the batch's ranks, known on the host; at most `capacity` of xa
     """
 
     ys: Sequence[torch.Tensor]
@@ -110,7 +116,10 @@ class LoraCall:
 
 
 def check_call(call: LoraCall, splits: int) -> None:
-    """Checks all of a call that needs no read from the device. Raises KernelArgumentError."""
+    """Checks everything about a call that can be checked without reading from the device.
+
+    Raises KernelArgumentError.
+    """
     view, xa, device, tokens = call.view, call.xa, call.view.pool.device, call.x.shape[0]
     if len(call.ys) != view.projections:
         raise KernelArgumentError(f"{len(call.ys)} outputs for {view.projections} projections")

@@ -1,1 +1,1 @@
-"""The command line: `main` assembles one module per command."""
+"""The command line: one module per command or group of commands, assembled by `main`."""

@@ -1,4 +1,4 @@
-"""`garnish batch`: many calls in one file."""
+"""`garnish batch`: uploads a file of calls, follows the batch and downloads the answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def submit(
     endpoint: Annotated[Endpoint, typer.Option("--endpoint", help="What the calls' url is.")] = "/v1/completions",
     watch_it: Watch = False,
 ) -> None:
-    """Upload a file of calls and have it run."""
+    """Upload a file of calls and run them as a batch."""
     from garnish.calls import create_call, upload_call
     from gateway.batches.messages import Batch, FileObject
 
@@ -47,7 +47,7 @@ def submit(
 
 
 def watch(service: TenantService, output: Output, batch_id: BatchId) -> None:
-    """Follow a batch to its end."""
+    """Show the progress of a batch until it has ended."""
     from garnish.calls import batch_call
     from gateway.batches.messages import Batch
 
@@ -64,7 +64,7 @@ def get(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the answers go (default: shown).")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The calls that failed, not the answers.")] = False,
 ) -> None:
-    """Fetch the answers of a batch that has ended, or the calls that failed; with --json only the batch itself."""
+    """Fetch the answers of a batch that has ended; with --errors, its failed calls. With --json, print the batch."""
     from garnish.calls import batch_call, content_call
     from gateway.batches.messages import ENDED, Batch
 
@@ -92,7 +92,7 @@ def _save(pieces: Iterator[bytes], path: Path) -> None:
 
 
 def _follow(client: Client, screen: Screen, batch: Batch) -> Batch:
-    """Returns the batch once it has ended."""
+    """Shows the progress of the batch until it has ended, and returns it."""
     from garnish.calls import batch_call
     from gateway.batches.messages import ENDED, Batch
 
@@ -116,7 +116,7 @@ def _format_status(batch: Batch) -> str:
 
 
 def _check(batch: Batch) -> None:
-    """Raises GarnishError for a batch that has ended without having run."""
+    """Raises GarnishError if the batch has failed, has expired or was cancelled."""
     if batch.status in ("failed", "expired", "cancelled"):
         raise GarnishError("conflict", f"the batch has not run to its end: it is {batch.status}")
 

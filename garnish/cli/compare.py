@@ -1,4 +1,4 @@
-"""`garnish compare NAME --peft`: compares the function's answers with those of transformers and PEFT alone."""
+"""`garnish compare NAME --peft`: compares the function's answers with those of transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def compare(
     ] = None,
     file: File = DEFAULT_FILE,
 ) -> None:
-    """Ask a function and PEFT alone the same prompts, greedily, and compare every token. Exit code 1: they differ.
+    """Send the same prompts to a function and to PEFT, greedily, and compare every token. Exit code 1: they differ.
 
-    PEFT runs in a separate process, in the node's dtype, over the base model of the service file; it needs memory for
-    that model once more. Where PEFT's best logits lie within rounding of each other, either token is right: a tie.
+    PEFT runs in a separate process, in the node's dtype, with the base model of the service file. It needs memory for a
+    second copy of that model. If PEFT's largest logits differ by no more than rounding, either token is correct: a tie.
     """
     from garnish.comparison import ComparisonRequest, check_installed, run_comparison
     from garnish.config import load_service_file
@@ -72,7 +72,7 @@ def compare(
 def read_prompts(file: Path) -> list[str]:
     """Returns the file's lines that are not blank.
 
-    Raises FrontDoorError if the file can't be read, or has too many lines or none.
+    Raises FrontDoorError if the file can't be read, or if it has too many such lines or none.
     """
     try:
         with file.open("rb") as stream:

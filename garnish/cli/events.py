@@ -1,4 +1,4 @@
-"""`garnish events` and `webhook-secrets`: asynchronous calls, and what a tenant's webhooks are signed with."""
+"""`garnish events` and `garnish webhook-secrets`: asynchronous calls, and secrets that sign a tenant's webhooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def list_events(
     limit: Annotated[int, typer.Option("--limit", min=1, max=100)] = 20,
     after: Annotated[str | None, typer.Option("--after", help="`next` of the page before.")] = None,
 ) -> None:
-    """List asynchronous calls, those that run or wait first."""
+    """List asynchronous calls, beginning with those that run or wait."""
     screen = output.screen()
     with service.client(service.tenant) as client:
         page = client.events(function, in_state, limit, after)
@@ -57,13 +57,13 @@ def list_events(
 
 
 def get_event(service: TenantService, output: Output, event_id: Id) -> None:
-    """Show a call's state, attempts and result."""
+    """Show the state, attempts and result of an asynchronous call."""
     with service.client(service.tenant) as client:
         _show(output.screen(), client.event(event_id))
 
 
 def cancel_event(service: TenantService, output: Output, event_id: Id) -> None:
-    """Cancel a call that has not ended."""
+    """Cancel an asynchronous call that has not ended."""
     with service.client(service.tenant) as client:
         _show(output.screen(), client.cancel(event_id))
 
@@ -75,7 +75,7 @@ def redrive_events(
     redrive_all: Annotated[bool, typer.Option("--all", help="All that failed, up to 500.")] = False,
     function: Function = None,
 ) -> None:
-    """Queue calls again that failed for good."""
+    """Queue calls again that have failed for good."""
     if (event_id is None) != redrive_all or (event_id is not None and function is not None):
         raise typer.BadParameter("expected an id, or --all, which --function may narrow")
     screen = output.screen()
@@ -102,7 +102,7 @@ def _show(screen: Screen, event: EventReply) -> None:
 
 
 def create_secret(service: Service, output: Output, tenant: TenantName) -> None:
-    """Make a secret and show it, this once. Two are valid at most, so that receivers can change to the new one."""
+    """Create a secret and show it once. At most two are valid, so that receivers can change to the new one."""
     from garnish.calls import webhook_secret_call
     from gateway.routes.webhook_secrets import NewSecretReply
 
@@ -132,7 +132,7 @@ def end_secret(
     tenant: TenantName,
     secret_id: Annotated[str, typer.Argument(help="As `list` shows it.", metavar="ID")],
 ) -> None:
-    """End a secret: webhooks are not signed with it any more."""
+    """End a secret: webhooks are no longer signed with it."""
     from garnish.calls import end_webhook_secret_call
 
     with service.client(admin=True) as client:

@@ -1,4 +1,4 @@
-"""`garnish explain`: how a call was placed."""
+"""`garnish explain`: shows how a call was placed on a node."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ TERMS = {
     "spreading": 8,
     "total": 0,
 }
-"""Columns of times in milliseconds, and in which order a narrow terminal leaves them out (highest first; 0: never)."""
+"""Columns of times in milliseconds, with their order of removal on a narrow terminal.
+
+The column with the highest number is left out first; 0 is never left out.
+"""
 
 
 def explain(service: TenantService, output: TableOutput, request_id: RequestId, admin: Admin = False) -> None:
-    """Show how a call was placed: the nodes that could have served it, what was forecast of each, the choice."""
+    """Show how a call was placed: the candidate nodes, the forecast for each, and the choice."""
     from garnish.calls import explain_call
     from gateway.calls.explanations import ExplainReply
 
@@ -72,7 +75,7 @@ def _show(screen: Screen, placement: ExplainedPlacement) -> None:
 
 
 def in_words(candidate: Candidate, decision: Decision) -> str:
-    """Returns the text that says, in milliseconds, what a candidate's total is made of."""
+    """Returns the parts of a candidate's total time as text, in milliseconds."""
     there, ms = candidate.running + candidate.queued + candidate.reserved, _milliseconds
     prefill, exposed, decode = candidate.prefill or 0.0, candidate.exposed_load or 0.0, candidate.decode or 0.0
     ttft, step = candidate.ttft or 0.0, candidate.step or 0.0

@@ -1,4 +1,4 @@
-"""`garnish deploy`, `list`, `describe`, `delete`: what one does with functions."""
+"""`garnish deploy`, `list`, `describe` and `delete`: the commands for functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def deploy(
     warm: Warm = False,
     yes: Annotated[bool, typer.Option("--yes", help="With -f: carry out the plan without asking.")] = False,
 ) -> None:
-    """Deploy an adapter as a function, or with -f reconcile tenants and functions with a service file."""
+    """Deploy an adapter as a function. With -f, reconcile tenants and functions with a service file."""
     if (file is None) == (name is None or path is None) or (
         file is not None and (name, alias, warm) != (None, None, False)
     ):
@@ -59,8 +59,10 @@ def deploy(
 
 
 def deploy_file(file: Path, service: Service, screen: Screen, *, dry_run: bool, yes: bool) -> None:
-    """Shows what a service file would change, asks, and changes it; with `dry_run` it has only the adapters checked,
-    with `yes` nobody is asked. Raises FrontDoorError."""
+    """Shows the changes that a service file requires, asks for confirmation, and carries them out.
+
+    With `dry_run` the adapters are only validated. With `yes` there is no question. Raises FrontDoorError.
+    """
     from garnish.config import load_service_file
     from garnish.credentials import find_connection
     from garnish.reconcile import carry_out, make_plan, try_out
@@ -134,7 +136,7 @@ def list_functions(service: TenantService, output: TableOutput) -> None:
 
 
 def describe(service: TenantService, output: TableOutput, name: Name) -> None:
-    """Show one function: aliases, versions, where it is resident."""
+    """Show one function: its aliases, its versions, and the nodes that have its adapters."""
     screen = output.screen()
     with service.client(service.tenant) as client:
         function, forecast = client.function(name), _forecast(client, name)
@@ -150,7 +152,7 @@ def describe(service: TenantService, output: TableOutput, name: Name) -> None:
 
 
 def _forecast(client: Client, name: str) -> ForecastReply | None:
-    """Returns None where the service is of a release that forecasts nothing."""
+    """Returns the function's forecast, or None if the service's release has no forecasts."""
     try:
         return client.forecast(name)
     except GarnishError as error:
@@ -225,7 +227,10 @@ def delete(
 
 
 def _delete_version(client: Client, name: str, version: int) -> None:
-    """Deletes the version. Raises GarnishError; where an alias is in the way, one that says what to do about it."""
+    """Deletes the version. Raises GarnishError.
+
+    If an alias points to the version, the message says what to do.
+    """
     try:
         client.delete_version(name, version)
     except GarnishError as error:
@@ -236,8 +241,10 @@ def _delete_version(client: Client, name: str, version: int) -> None:
 
 
 def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
-    """Returns the name and the version to delete: `teas:1` means the same as `teas --version 1`. Raises
-    typer.BadParameter for `teas:prod`."""
+    """Returns the name and the version to delete; `teas:1` means the same as `teas --version 1`.
+
+    Raises typer.BadParameter for an alias, such as `teas:prod`.
+    """
     name, colon, suffix = name.partition(":")
     if not colon:
         return name, version
@@ -250,7 +257,7 @@ def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
 
 
 def format_target(target: int | dict[str, float]) -> str:
-    """Returns what an alias points to as text: `4`, or `3:0.9+4:0.1` for shares of the calls."""
+    """Returns an alias's target as text: `4`, or `3:0.9+4:0.1` for shares of the calls."""
     if isinstance(target, int):
         return str(target)
     return "+".join(f"{version}:{share:g}" for version, share in sorted(target.items(), key=lambda item: int(item[0])))

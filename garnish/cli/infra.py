@@ -1,4 +1,7 @@
-"""`garnish infra` and `autoscale`: node pools of the service file, by Terraform, and their sizes, by their load."""
+"""`garnish infra` and `garnish autoscale`.
+
+`infra` manages the node pools of the service file with Terraform. `autoscale` sets their sizes by their load.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from infra.workspace import SavedPlan
 
 CHANGES = 2
-"""Exit code of `plan --detailed-exitcode` when there is something to do."""
+"""Exit code of `plan --detailed-exitcode` if there are changes."""
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
@@ -28,7 +31,7 @@ def render(
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
 ) -> None:
-    """Write the Terraform files, for those who run Terraform themselves."""
+    """Write the Terraform files, for users who run Terraform themselves."""
     from garnish.provision import render_to
 
     screen = output.screen()
@@ -46,7 +49,7 @@ def plan(
         bool, typer.Option("--detailed-exitcode", help="Exit with 0 when there is nothing to do, with 2 for changes.")
     ] = False,
 ) -> None:
-    """Show what would be made, changed and destroyed, and save that plan."""
+    """Show what would be created, changed and destroyed, and save that plan."""
     from garnish.provision import Provision
 
     with output.screen() as screen:
@@ -64,7 +67,7 @@ def plan(
 
 
 def apply(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, yes: Yes = False) -> None:
-    """Carry out exactly the saved plan."""
+    """Apply exactly the saved plan."""
     from garnish.provision import Provision
 
     with output.screen() as screen:
@@ -88,7 +91,7 @@ def destroy(
     yes: Yes = False,
     force: Annotated[bool, typer.Option("--force", help="Even if the gateway can't drain the nodes first.")] = False,
 ) -> None:
-    """Drain all nodes of the pools and destroy everything that was made for them."""
+    """Drain all nodes of the pools and destroy everything that was created for the pools."""
     from garnish.provision import Provision
 
     with output.screen() as screen:
@@ -105,7 +108,7 @@ def destroy(
 
 
 def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
-    """Show the pools: what is desired, what lives, and where the two differ."""
+    """Show the pools: the desired sizes, the running nodes, and the differences."""
     from garnish.provision import Provision
 
     with output.screen() as screen:
@@ -172,7 +175,7 @@ def autoscale(
     state: State = DEFAULT_STATE,
     once: Annotated[bool, typer.Option("--once", help="One round; it makes no pool smaller.")] = False,
 ) -> None:
-    """Keep the node pools as large as their load asks, within their bounds, until Ctrl-C."""
+    """Scale the node pools by their load, within their bounds, until Ctrl-C."""
     from garnish.autoscaling import autoscale as scale
 
     screen, shown = output.screen(), dict[str, tuple[object, ...]]()
@@ -184,9 +187,10 @@ def autoscale(
 def _show_decision(
     decided: RoundResult, screen: Screen, shown: dict[str, tuple[object, ...]], *, show_all: bool
 ) -> None:
-    """Prints what a round did to a pool: with --json always, else only what differs from the pool's last line.
+    """Prints the result of a round for a pool.
 
-    `shown` holds these lines by pool. With `show_all` every line is printed.
+    With --json every result is printed. Otherwise it is printed if `show_all` is True, or if it differs from the pool's
+    previous one in `shown`, which is updated.
     """
 
     screen.result({"at": round(time.time(), 3), **msgspec.to_builtins(decided)})

@@ -1,4 +1,4 @@
-"""`garnish invoke`: one call, whole or streamed, with its phases if asked."""
+"""`garnish invoke`: one call, streamed or not, with the durations of its phases on request."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _unstreamed(client: Client, screen: Screen, name: str, prompt: Any, options:
 
 
 def _streamed(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> DoneEvent:
-    """Prints a streamed call's text as it comes, or one event per line with --json. Returns the last event."""
+    """Prints a streamed call's text as it arrives, or one event per line with --json. Returns the last event."""
     from gateway.api.schema import TokenEvent
 
     for event in client.invoke(name, prompt, stream=True, **options):
@@ -103,7 +103,7 @@ def _show_timing(screen: Screen, reply: InvokeReply | DoneEvent) -> None:
 
 
 def _phases(cold: ColdStartTiming) -> list[list[str]]:
-    """Returns the rows about the load of an adapter that was not on the device."""
+    """Returns table rows with the phases of a cold start: the load of an adapter that was not on the device."""
     rows = []
     if cold.fetch_ms:
         rows.append(["  from the store", _ms(cold.fetch_ms)])

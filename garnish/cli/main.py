@@ -1,4 +1,4 @@
-"""The console script `garnish`: assembles the commands, and turns failures into one line and an exit code."""
+"""The console script `garnish`: assembles the commands, and prints errors as one line with an exit code."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ for group in (events.group, events.secrets, batch.group, nodes.group, registry.g
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Runs the command line with `arguments` (None: those of the process).
+
+    Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
+    """
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         app(arguments)
@@ -81,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; Python would complain about it at exit
+        sys.stderr.close()  # the reader of our output has exited; Python would print an error about that at exit
         sys.exit(FAILED)
 
 

@@ -1,4 +1,4 @@
-"""`garnish nodes`: the nodes, their adapters, draining. All of it needs an admin key."""
+"""`garnish nodes`: lists nodes and their adapters, moves adapters, and drains nodes. Needs an admin key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Digest = Annotated[str | None, typer.Option("--digest", help="A version's digest
 
 
 def list_by_default(service: Service, output: TableOutput, context: typer.Context) -> None:
-    """The nodes: list them, see their adapters, drain them."""
+    """List the nodes, show their adapters, or drain nodes."""
     if context.invoked_subcommand is None:
         list_nodes(service, output)
     elif (service, output) != (Service(), TableOutput()):
@@ -28,7 +28,7 @@ def list_by_default(service: Service, output: TableOutput, context: typer.Contex
 
 
 def list_nodes(service: Service, output: TableOutput) -> None:
-    """List the nodes as the scheduler sees them, and why each has its CPU workers; --json says more."""
+    """List the nodes as known to the scheduler, and the reasons for their CPU workers. --json has more fields."""
     from garnish.calls import nodes_call
     from gateway.routes.nodes import NodeList
 
@@ -63,9 +63,9 @@ def list_nodes(service: Service, output: TableOutput) -> None:
 
 
 def format_workers(record: Mapping[str, Any]) -> str:
-    """Returns a node's number of CPU workers and the reason: `node-1: 2 CPU workers: they gain; ...`.
+    """Returns a text with a node's number of CPU workers and the reason: `node-1: 2 CPU workers: they gain; ...`.
 
-    Empty if the node gives no reason.
+    The text is empty if the node gives no reason.
     """
     count, reason = record.get("cpu_workers"), record.get("cpu_workers_reason", "")
     if count is None or not reason:
@@ -74,7 +74,10 @@ def format_workers(record: Mapping[str, Any]) -> str:
 
 
 def format_gpu(record: Mapping[str, Any]) -> str:
-    """Returns the GPU of a node and how it is, as far as that is reported: `0 L4, 5.0 GiB of 24.0 GiB, 87 %, 43 C`."""
+    """Returns a text with the state of a node's GPU: `0 L4, 5.0 GiB of 24.0 GiB, 87 %, 43 C`.
+
+    Values that the node does not report are left out.
+    """
     gpu, load = record.get("gpu"), record.get("gpu_load") or {}
     if not gpu:
         return "-"
@@ -91,7 +94,11 @@ def format_gpu(record: Mapping[str, Any]) -> str:
 
 
 def format_forecast_ratio(record: Mapping[str, Any]) -> str:
-    """Returns the ratio of observed to forecast pass durations as text, or how far the model's measurement is."""
+    """Returns the ratio of observed to forecast pass durations as text.
+
+    It is `-` if there is no ratio yet. Without a performance model it is the progress of measuring the model, or `no
+    model`.
+    """
     from cluster.model_check import is_off
 
     ratio = record.get("forecast_ratio")
@@ -104,7 +111,7 @@ def format_forecast_ratio(record: Mapping[str, Any]) -> str:
 
 
 def adapters(service: Service, output: TableOutput, node: Node) -> None:
-    """List a node's adapters: where they are, and how far those have come that are loading."""
+    """List a node's adapters, their tiers, and the progress of those that are loading."""
     from garnish.calls import node_adapters_call
     from gateway.routes.nodes import NodeAdapters
 
@@ -141,8 +148,10 @@ def adapters(service: Service, output: TableOutput, node: Node) -> None:
 
 
 def _progress(layers: Sequence[str] | None) -> str:
-    """Returns the number of layers in each state as text, such as `3 device, 1 host, 4 no`; `-` without
-    layers."""
+    """Returns the number of layers in each state as text, such as `3 device, 1 host, 4 no`.
+
+    It is `-` if `layers` is None or empty.
+    """
     if layers is None:
         return "-"
     return ", ".join(f"{layers.count(state)} {state}" for state in dict.fromkeys(layers))
@@ -151,12 +160,12 @@ def _progress(layers: Sequence[str] | None) -> str:
 def prefetch(
     service: TenantService, output: Output, node: Node, function: Function = None, digest: Digest = None
 ) -> None:
-    """Bring an adapter to a node's device, or to its host memory if the device is in use."""
+    """Load an adapter to a node's device, or to its host memory if the device is in use."""
     _move("prefetch", node, function, digest, service, output.screen())
 
 
 def evict(service: TenantService, output: Output, node: Node, function: Function = None, digest: Digest = None) -> None:
-    """Take an adapter off a node: device, host memory and disk. Refused while it is in use."""
+    """Remove an adapter from a node's device, host memory and disk. Refused while the adapter is in use."""
     _move("evict", node, function, digest, service, output.screen())
 
 
@@ -176,9 +185,9 @@ def _move(
 
 
 def _first_tenant(function: str | None, service: Service) -> str | None:
-    """Returns the tenant of a `function` that is named without one: the first in the state's credentials.
+    """Returns the default tenant for a `function`: the first one in the state's credentials.
 
-    Returns None if no function is named, a URL is given, or the state has no credentials.
+    Returns None if `function` is None, if a URL is given, or if the state has no credentials.
     """
     from garnish.credentials import FILE_NAME, read_credentials
 
@@ -189,7 +198,7 @@ def _first_tenant(function: str | None, service: Service) -> str | None:
 
 
 def drain(service: Service, output: Output, node: Node) -> None:
-    """Give a node no new requests; those that run on it end."""
+    """Drain a node: it gets no new requests, and its running ones finish."""
     _set_draining(node, True, service, output.screen())
 
 

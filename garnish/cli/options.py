@@ -1,4 +1,4 @@
-"""Options that several commands share, alone or as groups, and how commands become those of Typer."""
+"""Options that several commands share, single or in groups, and the conversion of commands to those of Typer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,19 @@ Command = Callable[..., None]
 
 @dataclass(frozen=True)
 class Service:
-    """Options that choose the service. None takes a key, which would show in the process list."""
+    """Options that choose the service.
+
+    No option takes a key, since it would be visible in the process list.
+    """
 
     url: Url = None
     state: State = DEFAULT_STATE
 
     def client(self, tenant: str | None = None, *, admin: bool = False) -> Client:
-        """Returns a client for the tenant, with the key that belongs to the service, or with its admin key."""
+        """Returns a client for the tenant, with the service's key for that tenant.
+
+        With `admin` the client has the service's admin key.
+        """
         from garnish.client import Client
         from garnish.credentials import find_connection
 
@@ -81,9 +87,9 @@ class TableOutput:
 
 
 def ask(question: str, screen: Screen, nobody: str) -> None:
-    """Asks a person whether to continue.
+    """Asks the user whether to continue.
 
-    Raises FrontDoorError with the text `nobody` if there is nobody to ask, and Exit if the answer is no.
+    Raises FrontDoorError with the text `nobody` if nobody can be asked. Raises typer.Exit if the answer is no.
     """
     if screen.as_json or not sys.stdin.isatty():
         raise FrontDoorError(nobody)
@@ -92,7 +98,7 @@ def ask(question: str, screen: Screen, nobody: str) -> None:
 
 
 def commands(members: Mapping[str, Command], **settings: Any) -> typer.Typer:
-    """Returns a Typer application with these commands by name and the `settings`."""
+    """Returns a Typer application with the commands `members`, by name, and the `settings` of typer.Typer."""
     app = typer.Typer(**settings)
     for name, command in members.items():
         app.command(name)(flat(command))
@@ -100,7 +106,10 @@ def commands(members: Mapping[str, Command], **settings: Any) -> typer.Typer:
 
 
 def flat(command: Command) -> Command:
-    """Returns the command with the fields of its option groups, which are dataclasses, as separate last parameters."""
+    """Returns the command with its option groups replaced by single parameters, which come last.
+
+    An option group is a dataclass, and each of its fields becomes a parameter.
+    """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
     plain = [each for each in parameters if each.name not in groups]

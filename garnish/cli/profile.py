@@ -1,4 +1,4 @@
-"""`garnish profile`: what passes and cold starts cost on this host, measured."""
+"""`garnish profile`: measures the durations of passes and cold starts on this host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-m", "node_agent.profile_process")
 MAX_SILENCE_SECONDS = 1800.0
-"""Seconds of silence after which the measurement counts as stuck; a large base on few cores is slow."""
+"""Seconds without a message after which the measurement is considered stuck.
+
+A large base model on few cores is slow.
+"""
 
 
 def profile(
@@ -32,8 +35,9 @@ def profile(
 ) -> None:
     """Measure this host for the scheduler and the cold-start planner, while it serves nothing. Takes minutes.
 
-    A node that was not profiled measures itself shortly when it starts, where that takes seconds. --host-nodes is as
-    many as `garnish up --nodes` will start; a node of a local pool has its pools' share without it.
+    A node without a profile makes a short measurement at its start, if that takes only seconds. Set --host-nodes to the
+    number of nodes that `garnish up --nodes` will start. A node of a local pool needs no --host-nodes: its share
+    follows from the pools.
     """
     from garnish.config import load_service_file
     from garnish.node_pools import host_nodes_of
@@ -56,7 +60,10 @@ def profile(
 
 
 def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
-    """Measures with the GPU and the cores that a node would have. Raises FrontDoorError."""
+    """Measures with the GPU and the cores that a node would have, and returns the result.
+
+    Raises FrontDoorError.
+    """
     from node_agent.gpu.claim import claimed_gpu
     from node_agent.gpu.devices import NoGpu
 
@@ -73,11 +80,11 @@ def run_measurement(
     command: Sequence[str] = COMMAND,
     patience: float = MAX_SILENCE_SECONDS,
 ) -> dict[str, Any]:
-    """Measures the node in a child process; returns its cold-start profile and its performance model.
+    """Measures the node in a child process, and returns its cold-start profile and its performance model.
 
-    The keys are `cold_start` and `performance`. The child also writes both to files: `config.profile`, and one next to
-    it. `step` is called with what is being done and the share of it that is done. The child ends with this call and
-    with this process. Raises FrontDoorError.
+    The keys are `cold_start` and `performance`. The child also writes both to files: `config.profile`, and a file next
+    to it. `step` is called with a text about the current step and the completed share (0 to 1). The child ends when
+    this call or this process ends. Raises FrontDoorError, also after `patience` seconds without a message.
     """
     from garnish.child_messages import child_messages
     from node_agent.config import ProfileProcessConfig

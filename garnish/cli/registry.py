@@ -1,4 +1,4 @@
-"""`garnish registry gc|verify`: the upkeep of the store itself, past the service."""
+"""`garnish registry gc|verify`: maintenance of the registry's object store, without the service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_SHOWN = 1000
-"""Entries listed in the JSON result, at most; a bucket may have many more objects."""
+"""Maximum number of entries in the JSON result; a bucket may have many more objects."""
 
 
 def gc(
@@ -28,7 +28,7 @@ def gc(
     state: State = DEFAULT_STATE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove what no function lists and is 24 hours old. It may run while the service takes deploys."""
+    """Remove objects that no function uses and that are older than 24 hours. Deploys may continue meanwhile."""
     from adapters.collect import collect
     from adapters.store import ObjectInfo
 
@@ -53,7 +53,7 @@ def gc(
 
 
 def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
-    """Read and hash again all that functions list, and name what is missing or changed. Exit code 1 if anything is."""
+    """Check the hashes of all objects that functions use. Exit code 1: objects are missing or changed."""
     from adapters.verify import Damage
     from adapters.verify import verify as verify_store
 
@@ -76,9 +76,9 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
 
 
 def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
-    """Returns the registry that the service file names.
+    """Returns the object store of the service file's registry.
 
-    With `writes` the store is checked to honour conditional writes. Raises FrontDoorError.
+    With `writes` it checks that the store supports conditional writes. Raises FrontDoorError.
     """
     from adapters.open_store import open_checked_store, open_store
     from garnish.config import load_service_file
@@ -91,7 +91,7 @@ def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
 
 
 def _with_cli_errors(work: Callable[[], T]) -> T:
-    """Returns the work's result. Raises failures of the store as FrontDoorError."""
+    """Calls `work` and returns its result. Raises the store's errors as FrontDoorError."""
     from adapters.errors import AdapterError
 
     try:

@@ -1,4 +1,4 @@
-"""`garnish up`, `gateway`, `node` and `logs`: the commands that serve, and what their processes have logged."""
+"""`garnish up`, `gateway` and `node`, which serve, and `garnish logs`, which shows the logs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def up(
 
 
 def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:
-    """Serve the gateway alone; nodes are started with `garnish node`."""
+    """Run the gateway without nodes; start nodes with `garnish node`."""
     from garnish.config import load_service_file
     from garnish.settings import gateway_config, resolve_base
     from garnish.up.greeting import show_keys
@@ -65,7 +65,7 @@ def node(
     host_nodes: HostNodes = None,
     pool: Annotated[str, typer.Option("--pool", help="The node pool that it belongs to.")] = "",
 ) -> None:
-    """Serve one node, which reports to a gateway."""
+    """Run one node, which reports to a gateway."""
     from garnish.config import load_service_file
     from garnish.settings import SERVICE_STOP_SECONDS, node_config, resolve_base
     from garnish.up.prepare import check_secret
@@ -92,11 +92,12 @@ def node(
 def logs(
     output: Output, process: Process = None, lines: Lines = 50, trace: AsTrace = False, state: State = DEFAULT_STATE
 ) -> None:
-    """Show the logs under the state directory, or export a trace of all calls that they hold.
+    """Show the logs in the state directory, or export a trace of all calls in the logs.
 
-    Lines for people on a terminal; elsewhere, or with GARNISH_LOG=json, as the processes wrote them.
+    On a terminal lines are formatted for reading. Otherwise, or with GARNISH_LOG=json, they are printed as logged.
 
-    The trace names tenants t1, t2 and adapters by the beginnings of their digests; it holds no prompts and no answers.
+    In the trace tenants are named t1, t2, ..., and adapters by the beginning of their digests. It has no prompts and no
+    answers.
     """
     from cluster.logs import wants_text
     from garnish.logs import for_people, last_lines, log_names, trace_lines

@@ -1,4 +1,4 @@
-"""`garnish simulate`: a trace before simulated nodes, with the gateway's own scheduler."""
+"""`garnish simulate`: runs a trace on simulated nodes, with the gateway's scheduler."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def simulate(
     functions: Functions = None,
     ranks: Ranks = "8,16,32,64",
 ) -> None:
-    """Run a trace through simulated nodes: SLO attainment, TTFT and time per token, cold starts, utilisation.
+    """Run a trace on simulated nodes: SLO attainment, TTFT, time per token, cold starts and utilisation.
 
-    Placement is the gateway's own code; nodes are timed by a profile's performance model. The same seed gives the same
-    result.
+    Requests are placed by the gateway's code. Durations on nodes come from a profile's performance model. The same seed
+    gives the same result.
     """
     from garnish.simulation.study import make_plan
     from garnish.simulation.traces.requests import TraceOptions

@@ -1,4 +1,4 @@
-"""`garnish usage`: requests, tokens, cold starts, device time, adapters' memory, and what that costs."""
+"""`garnish usage`: shows requests, tokens, cold starts, device time, adapters' memory, and their cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUMS = {
     "host_gb_seconds": ("GB S HOST", 3),
     "host_pinned_gb_seconds": ("PINNED", 4),
 }
-"""Columns, and which of them a narrow terminal spares first (Column.spare)."""
+"""Columns by field, each with its title and its order of removal on a narrow terminal (`Column.spare`)."""
 
 Start = Annotated[str | None, typer.Option("--from", help="A time such as 2026-11-21T17:00Z (default: 24 h ago).")]
 End = Annotated[str | None, typer.Option("--to", help="A later one (default: now).")]
@@ -40,7 +40,7 @@ def usage(
     group_by: GroupBy = "function",
     all_tenants: All = False,
 ) -> None:
-    """Show what was used, in whole hours."""
+    """Show the usage, in whole hours."""
     if all_tenants and service.tenant is not None:
         raise typer.BadParameter("expected --tenant or --all-tenants, not both")
     groups = [group for group in GROUPS if group in group_by.split(",")]
@@ -64,5 +64,5 @@ def _numbers(sums: UsageSums) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """Returns the value as text, `-` for None: the base model's calls have no version."""
+    """Returns the value as text, and `-` for None, such as the version of the base model's calls."""
     return "-" if value is None else str(value)

@@ -1,4 +1,7 @@
-"""`garnish alias`, `rollback`, `policy` and `warm`: which version a function's names mean, and how it is served."""
+"""`garnish alias`, `rollback`, `policy` and `warm`.
+
+They control which version an alias points to, and how a function is served.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def alias(
     if_match: IfMatch = None,
     warm: Warm = False,
 ) -> None:
-    """Point an alias to a version, or split its calls between some; without TARGET, show it."""
+    """Point an alias to a version, or split its calls between versions. Without TARGET, show the alias."""
     new_target = parse_target(target) if target else None
     screen = output.screen()
     with service.client(service.tenant) as client:
@@ -54,7 +57,7 @@ def rollback(
     if_match: IfMatch = None,
     warm: Warm = False,
 ) -> None:
-    """Point an alias to what it pointed to before; again: one further back."""
+    """Point an alias to its previous target. Each further rollback goes back by one more target."""
     screen = output.screen()
     with service.client(service.tenant) as client:
         reply = client.roll_back(name, alias, if_match, warm=warm)
@@ -62,8 +65,10 @@ def rollback(
 
 
 def parse_target(words: list[str]) -> int | dict[str, float]:
-    """Returns what the words name: the version of `4`, or the shares of `3=0.9 4=0.1` (or `3=90% 4=10%`). Raises
-    typer.BadParameter; the service checks versions and sums."""
+    """Returns an alias's target: the version of `4`, or the shares of `3=0.9 4=0.1` (or `3=90% 4=10%`).
+
+    Raises typer.BadParameter for any other text. The service checks that versions exist and shares sum to 1.
+    """
     if len(words) == 1 and words[0].isascii() and words[0].isdigit():
         return int(words[0])
     shares: dict[str, float] = {}
@@ -116,7 +121,7 @@ def policy(
 
 
 def _field(text: str) -> tuple[str, Any]:
-    """Returns a field with its value; None: it is taken back. Raises typer.BadParameter."""
+    """Returns a policy field's name and value; None resets the field. Raises typer.BadParameter."""
 
     field, equals, written = text.partition("=")
     if not field or not equals:
@@ -132,7 +137,7 @@ def _field(text: str) -> tuple[str, Any]:
                 window["for"] = parse_whole_seconds(window["for"])
         return field, value
     except msgspec.DecodeError:
-        return field, written  # a word such as strict
+        return field, written  # a text such as strict
     except ValueError as error:
         raise typer.BadParameter(f"{field}: {error}") from None
 
@@ -144,7 +149,7 @@ def warm(
     tier: Annotated[Literal["device", "host"], typer.Option("--tier", help="Which memory of the nodes.")] = "device",
     copies: Annotated[int, typer.Option("--copies", help="On how many nodes.", min=1, max=16)] = 1,
 ) -> None:
-    """Bring what calls of a function would run to its nodes now, and keep it wanted there for 5 minutes."""
+    """Load the adapters that calls of a function would use on its nodes now, and keep them for 5 minutes."""
     function, _, version = name.partition(":")
     screen = output.screen()
     with service.client(service.tenant) as client:

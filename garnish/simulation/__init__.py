@@ -1,1 +1,4 @@
-"""Discrete events over many nodes: the production scheduler before nodes that are timed by performance models."""
+"""Discrete-event simulation of many nodes.
+
+Requests are placed by the production scheduler. Durations on the nodes come from performance models.
+"""

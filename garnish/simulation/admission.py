@@ -1,4 +1,4 @@
-"""Waiting queue and admission of a simulated node, by the rules of `node_agent/engine/admission.py`."""
+"""Waiting queue and admission of a simulated node, with the rules of `node_agent/engine/admission.py`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from garnish.simulation.loads import Loads
 from garnish.simulation.profile import NodeProfile
 
 STARVED_AFTER_SECONDS = 1.0
-"""Seconds, as on a node."""
+"""Seconds that a request waits for adapter memory until other requests may no longer overtake it.
+
+The value is that of a real node.
+"""
 
 
 class Admission:
-    """Admits requests to the batch in the order of fair shares, within free rows, KV blocks and adapter memory.
+    """Admits requests to the batch in the order of fair shares, while rows, KV blocks and adapter memory are free.
 
-    Requests whose adapter is loading hold at most a quarter of the rows and, except for the first of them, half of the
-    KV memory.
+    Requests whose adapter is loading use at most a quarter of the rows and half of the KV memory. The first of them may
+    use more KV memory.
     """
 
     def __init__(self, profile: NodeProfile, loads: Loads) -> None:
@@ -25,7 +28,10 @@ class Admission:
         self._short_since: dict[Job, float] = {}
 
     def choose(self, queue: WaitingQueue, running: Collection[Job], kv_free: int, now: float) -> list[Job]:
-        """Removes the admitted requests from `queue`, and returns them; each has a lease, and `kv` is set."""
+        """Removes the requests that can be admitted from `queue`, and returns them.
+
+        `kv_free` is in tokens. Each returned request has a lease on its adapter, and its `kv` is set.
+        """
         profile, admitted = self._profile, list[Job]()
         loading = [job for job in running if job.entry is not None and not job.entry.is_complete]
         rows, kv = max(1, profile.max_rows // 4) - len(loading), sum(job.kv for job in loading)
@@ -52,13 +58,16 @@ class Admission:
         return admitted
 
     def kv_tokens(self, job: Job) -> int:
-        """Returns the tokens of KV memory that the request reserves: its full length, in blocks."""
+        """Returns the KV memory that the request reserves, in tokens: its full length, rounded up to blocks."""
         block = self._profile.block_tokens
         return -(-(job.prompt + job.max_tokens) // block) * block
 
 
 class WaitingQueue:
-    """Requests that wait on a simulated node, in the order of fair shares (`cluster.fair_shares`), as in the engine."""
+    """Requests that wait on a simulated node, in the order of fair shares (`cluster.fair_shares`).
+
+    The order is that of a real engine.
+    """
 
     def __init__(self) -> None:
         self.shares = FairShares()
@@ -68,11 +77,14 @@ class WaitingQueue:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[Job]:
-        """Iterates over the waiting requests by arrival."""
+        """Iterates over the waiting requests in the order of arrival."""
         return iter(list(self._jobs))
 
     def in_order(self) -> Iterator[Job]:
-        """Yields the waiting requests in fair order; the caller may remove those it has received meanwhile."""
+        """Yields the waiting requests in the order of fair shares.
+
+        The caller may remove requests that were already yielded.
+        """
         return iter(self) if len(self._jobs) < 2 else in_fair_order(list(self._jobs), self.shares)
 
     def add(self, job: Job) -> None:
@@ -84,22 +96,28 @@ class WaitingQueue:
         self.shares.leave(job.tenant, job.function)
 
     def take(self, job: Job) -> None:
-        """Removes a job that is admitted to the batch, and charges its prompt, except after a move.
+        """Removes an admitted job, and charges it for its prompt, unless it was moved from another node.
 
-        Raises KeyError if the job does not wait.
+        Raises KeyError if the job is not in the queue.
         """
         if not job.moves:
             self._charge(job, token_cost(job.prompt, 0, job.rank))
         self.remove(job)
 
     def charge_tokens(self, job: Job, generated: int) -> None:
-        """Charges the job's tenant and function for its new output tokens; it has `generated` now."""
+        """Charges the job's tenant and function for output tokens that were not charged yet.
+
+        `generated` is the job's current number of output tokens.
+        """
         if generated > job.charged:
             self._charge(job, token_cost(0, generated - job.charged, job.rank))
             job.charged = generated
 
     def tenant_counter(self, job: Job) -> float:
-        """Returns the virtual token counter of the job's tenant; the smallest one is served first, in the batch too."""
+        """Returns the virtual token counter of the job's tenant.
+
+        The tenant with the smallest counter is served first, in the queue and in the batch.
+        """
         return self.shares.tenant(job.tenant)
 
     def _charge(self, job: Job, service: float) -> None:

@@ -1,4 +1,4 @@
-"""A changing batch: its ranks and adapters, and decode steps while it stays the same."""
+"""The batch of a simulated node: its ranks and adapters, and runs of decode steps while it does not change."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import ceil, sqrt
 from cluster.performance_model import RankTerm
 
 ROUNDING = 1e-9
-"""Tolerance in seconds for a step's end, which is a sum of floats."""
+"""Tolerance in seconds for the end of a step, which is computed as a sum of floats."""
 
 
 class RankMix:
-    """Ranks and adapters of a changing set of requests. All sums are maintained, so that reading them is cheap."""
+    """Counts of ranks and adapters in a changing set of requests. Sums are updated with each change."""
 
     __slots__ = ("adapter_ranks", "adapters", "ranks", "request_ranks", "rows")
 
@@ -62,17 +62,17 @@ RANK_TERM: dict[RankTerm, Callable[[RankMix], int]] = {
 
 @dataclass(slots=True)
 class DecodeRun:
-    """Decode steps of a batch that does not change, in closed form: contexts grow by a token a row, so steps grow
-    evenly.
+    """Decode steps of a batch that does not change, computed in closed form.
 
-    Step i takes first + i * growth seconds, and k steps take k * first + growth * k * (k - 1) / 2.
+    Each context grows by one token per step, so the duration of steps grows linearly. Step i (from 0) takes
+    first + i * growth seconds, and k steps take k * first + growth * k * (k - 1) / 2 seconds.
     """
 
     begin: float
     first: float
-    """seconds of the first step; above 0"""
+    """duration of the first step in seconds; above 0"""
     growth: float
-    """seconds by which each step is longer than the one before; at most twice `first`"""
+    """seconds by which each step is longer than the previous one; at most twice `first`"""
     steps: int
 
     def seconds(self, steps: int) -> float:
@@ -91,7 +91,7 @@ class DecodeRun:
         self.steps = min(self.steps, max(1, ceil(self._passed(now - ROUNDING))))
 
     def _passed(self, now: float) -> float:
-        """Returns the number of steps, with fractions, until `now`: the root of seconds(k) = now - begin."""
+        """Returns the fractional number of steps until `now`: the solution k of seconds(k) = now - begin."""
         passed = max(0.0, now - self.begin)
         half = self.first - self.growth / 2
         return 2 * passed / (half + sqrt(half * half + 2 * self.growth * passed)) if passed else 0.0

@@ -1,8 +1,8 @@
-"""The gateway's snapshot of the simulated nodes: a NodeTable that takes in nodes without complete records.
+"""The gateway's table of the simulated nodes: a NodeTable that is updated without complete node records.
 
-Rows are computed by NodeTable's own code. Two steps are shorter than `put`: the node maintains the sums that `load_of`
-would compute, and only adapters whose tier or use has changed are updated. A test compares the result with that of
-`put` and `record_of`.
+Rows are computed by NodeTable's code. Two steps are faster than in `NodeTable.put`. The node maintains the sums that
+`load_of` would compute, and only adapters whose tier or use has changed are updated. A test compares the result with
+that of `put` and `record_of`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIER_NAMES = {DEVICE: "device", HOST: "host"}
 
 
 def record_of(node: SimulatedNode, now: float, seq: int) -> NodeRecord:
-    """Returns the record that the node would send now."""
+    """Returns the record that the node would send at the time `now`."""
     profile = node.profile
     return NodeRecord(
         id=f"node-{node.index:04}",
@@ -63,7 +63,7 @@ def residents_of(node: SimulatedNode) -> list[Resident]:
 
 @cache
 def as_served(model: PerformanceModel, base: str) -> PerformanceModel:
-    """Returns the model with `base` as its base model, whatever it was measured on."""
+    """Returns the performance model with its base model replaced by `base`."""
     return msgspec.structs.replace(model, key=msgspec.structs.replace(model.key, base=base))
 
 
@@ -91,9 +91,9 @@ def _load(node: SimulatedNode, now: float) -> NodeLoad:
 
 
 class _Index(ResidentIndex):
-    """A ResidentIndex that is updated by single adapters.
+    """A ResidentIndex that is updated for single adapters.
 
-    `everywhere` has the nodes that hold all adapters in a tier, which no record lists, with that tier.
+    Some nodes have all adapters in one tier, and no record lists them. `everywhere` has that tier by the node's row.
     """
 
     def __init__(self, nodes: list[SimulatedNode]) -> None:
@@ -122,7 +122,7 @@ class SimulatedTable(NodeTable):
             assert row == node.index
 
     def receive(self, node: SimulatedNode, now: float) -> None:
-        """Updates the node's row, as its record at `now` would."""
+        """Updates the node's row as the node's record at the time `now` would."""
         row = node.index
         self._loads[row] = _load(node, now)
         demands = self._demands[row]

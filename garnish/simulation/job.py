@@ -1,4 +1,4 @@
-"""A request: as a trace states it, and on its way through the simulated nodes."""
+"""A request in a trace, and a request on its way through the simulated nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from garnish.simulation.memory import Entry
 
 USUAL_TTFT = 10.0
-"""Seconds, without a TTFT SLO; equal to that of `node_agent/engine/request.py`."""
+"""TTFT target in seconds for a request without a TTFT SLO, equal to that of `node_agent/engine/request.py`."""
 Outcome = Literal["", "done", "rejected"]
 
 
@@ -18,19 +18,19 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     at: float
     """seconds since the start of the trace"""
     function: str
-    """opaque name; empty for the base alone"""
+    """opaque name; empty for the base model"""
     rank: int
     prompt_tokens: int
     output_tokens: int
-    """true number of generated tokens, known to the oracle policy alone"""
+    """actual number of output tokens; of the policies only the oracle knows it"""
     tenant: str = ""
     bytes: int = 0
-    """size of the adapter; 0 derives it from the rank"""
+    """size of the adapter in bytes; 0 derives it from the rank"""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way through the simulated nodes. Times are simulated seconds; 0 until known."""
+    """A request on its way through the simulated nodes. Times are in simulated seconds, and 0 until known."""
 
     number: int
     at: float
@@ -47,7 +47,7 @@ class Job:
     tpot_slo: float | None = None
     node: int = -1
     arrival_tier: int = 0
-    """tier of its adapter when it reached the node"""
+    """tier of the job's adapter when the job reached the node"""
     admitted: float = 0.0
     first_token: float = 0.0
     end: float = 0.0
@@ -55,17 +55,19 @@ class Job:
     moves: int = 0
     generated: int = 0
     remaining: int = 0
-    """prompt tokens that are not computed yet; after a move also tokens generated elsewhere"""
+    """prompt tokens not computed yet; after a move they include tokens generated on the previous node"""
     kv: int = 0
-    """tokens of KV memory"""
+    """reserved KV memory, in tokens"""
     finish_step: int = 0
     charged: int = 0
     entry: Entry | None = field(default=None, repr=False)
 
     @property
     def first_token_deadline(self) -> float:
-        """Returns when the first token is due: the promised TTFT, or USUAL_TTFT, after the arrival; simulated
-        seconds."""
+        """Returns the deadline of the first token in simulated seconds.
+
+        It is the arrival plus the promised TTFT, or plus USUAL_TTFT if none is promised.
+        """
         return self.at + (USUAL_TTFT if self.ttft_slo is None else self.ttft_slo)
 
     @property
@@ -74,10 +76,13 @@ class Job:
 
     @property
     def tpt(self) -> float:
-        """The time per token: E2E / output tokens."""
+        """Time per token in seconds: end-to-end latency / output tokens."""
         return (self.end - self.at) / self.output
 
     @property
     def tpot(self) -> float:
-        """The time per output token after the first: (E2E - TTFT) / (n - 1); 0 of a single token."""
+        """Time per output token after the first, in seconds.
+
+        It is (end-to-end latency - TTFT) / (output tokens - 1), or 0 for a single token.
+        """
         return (self.end - self.first_token) / (self.output - 1) if self.output > 1 else 0.0

@@ -1,8 +1,10 @@
-"""Loads of adapters to a node's device: from the object store to host memory, and from there over the link.
+"""Loads of adapters to a simulated node's device.
 
-A fetch starts when the first request for the adapter arrives. The copy starts when a request is admitted and the bytes
-are in host memory; on a real node it follows the fetch layer by layer, and ends sooner by nearly its own length. When
-`exposed_share` of a load has arrived, a cold prompt is computed like a warm one; later tokens need all of the adapter.
+A load is a fetch from the object store to host memory, and then a copy to the device. The fetch starts when the first
+request for the adapter arrives. The copy starts when a request is admitted and the bytes are in host memory. On a real
+node the copy follows the fetch layer by layer, and therefore ends earlier by nearly the duration of the copy. When
+`exposed_share` of a load has arrived, a prompt is computed as if the adapter were loaded; later tokens need the
+complete adapter.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ class Loads:
         self.device = SharedLink(profile.performance.to_device)
         self._share = profile.performance.exposed_share
         self._fetching: dict[str, int] = {}
-        """bytes by digest"""
+        """sizes in bytes of the adapters being fetched, by digest"""
         self._copying: dict[str, int] = {}
         self._fetched_enough: set[str] = set()
-        """digests of fetches of which enough has arrived to compute a prompt"""
+        """digests of the adapters being fetched of which enough has arrived to compute a prompt"""
 
     @property
     def next(self) -> float:
@@ -45,7 +47,7 @@ class Loads:
         return self.store.bytes + self.device.bytes
 
     def prefetch(self, job: Job, now: float) -> int:
-        """Starts to fetch the adapter of a request that waits, if necessary. Returns the adapter's tier."""
+        """Starts to fetch the adapter of a waiting request, if necessary. Returns the adapter's current tier."""
         if job.digest is None or self._all_there:
             return DEVICE
         tier = self.memory.tier(job.digest)
@@ -56,7 +58,7 @@ class Loads:
         return tier
 
     def is_ready(self, job: Job) -> bool:
-        """Returns True if the request's prompt and later tokens can be computed without waiting for bytes."""
+        """Returns True if the request's adapter is complete on the device, or the request needs none."""
         if job.digest is None or self._all_there:
             return True
         entry = self.memory.device.get(job.digest)
@@ -66,7 +68,10 @@ class Loads:
         return job.digest is None or self._all_there or job.digest in self.memory.device
 
     def lease(self, job: Job, now: float) -> bool:
-        """Takes a lease on the request's adapter, and starts its copy if necessary. Returns False without room."""
+        """Takes a lease on the request's adapter, and starts its load if necessary.
+
+        Returns False if there is no room on the device.
+        """
         if job.digest is None:
             return True
         was_there = job.digest in self.memory.device
@@ -81,7 +86,7 @@ class Loads:
         elif self.memory.in_host(job.digest):
             self._copy(entry, now, self._share)
         else:
-            self._fetch(job.digest, job.bytes, now)  # it may have left host memory while the request waited
+            self._fetch(job.digest, job.bytes, now)  # evicted from host memory while the request waited
             entry.ready = job.digest in self._fetched_enough
         return True
 
@@ -91,7 +96,10 @@ class Loads:
             job.entry = None
 
     def advance(self, now: float) -> bool:
-        """Processes the bytes that arrived by `now`. Returns True if a request that waited for them may continue."""
+        """Processes the transfers up to the time `now`.
+
+        Returns True if a request that waited for an adapter may continue.
+        """
         moved = False
         if self.store.next <= now:
             for what, digest in self.store.reached(now, self._fetching):
@@ -116,7 +124,7 @@ class Loads:
         self._fetched_enough.discard(digest)
         self.memory.keep_in_host(digest, self._fetching.pop(digest))
         if entry is not None:
-            self._copy(entry, now, 0.0)  # all that is exposed has passed
+            self._copy(entry, now, 0.0)  # the exposed share was already fetched
         return False
 
     def _fetch(self, digest: str, size: int, now: float) -> None:
@@ -130,10 +138,10 @@ class Loads:
 
 
 class SharedLink:
-    """A link that gives each of k transfers a k-th of its bandwidth. Latency counts as additional bytes.
+    """A link that divides its bandwidth equally among its active transfers.
 
-    `_moved` is the number of bytes that a transfer since the beginning would have moved. A transfer of n bytes ends
-    when `_moved` has grown by n since its start, whatever other transfers come and go.
+    Latency is modelled as additional bytes. `_moved` is the number of bytes that a transfer active from time 0 would
+    have moved. A transfer of n bytes ends when `_moved` has grown by n since its start, regardless of other transfers.
     """
 
     def __init__(self, speed: Transfer) -> None:
@@ -143,13 +151,13 @@ class SharedLink:
         self._moved = 0.0
         self._at = 0.0
         self._marks: list[tuple[float, int, str, str]] = []
-        """tuples of (`_moved` at which the mark is reached, order, what, name)"""
+        """heap of (value of `_moved` at which the mark is reached, order, "ready" or "end", name)"""
         self._order = 0
 
     def start(self, name: str, size: int, now: float, ready_share: float) -> None:
         """Starts a transfer of `size` bytes.
 
-        `reached` reports ("ready", name) when `ready_share` of it has arrived, and ("end", name) at its end.
+        `reached` returns ("ready", name) when `ready_share` of the transfer has arrived, and ("end", name) at its end.
         """
         self._move(now)
         cost = size + self.speed.latency * self.speed.bandwidth
@@ -160,13 +168,16 @@ class SharedLink:
 
     @property
     def next(self) -> float:
-        """Time at which the next mark is reached, if no transfer starts before; infinite without one."""
+        """Time in seconds at which the next mark is reached, if no other transfer starts before; inf without marks."""
         if not self._marks:
             return inf
         return self._at + max(0.0, self._marks[0][0] - self._moved) * self._active / self.speed.bandwidth
 
     def reached(self, now: float, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Returns the marks reached by `now`, in order, as (what, name). `sizes` has the bytes of active transfers."""
+        """Returns the marks that are reached by the time `now`, in order, as ("ready" or "end", name).
+
+        `sizes` has the bytes of each active transfer by name.
+        """
         marks: list[tuple[str, str]] = []
         while (time := self.next) <= now:
             mark, _, what, name = heappop(self._marks)

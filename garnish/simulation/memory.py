@@ -1,6 +1,6 @@
-"""The adapters on a node, by tier, as in `node_agent/adapter_memory`; the least recently used is evicted first.
+"""Adapter memory of a simulated node, as in `node_agent/adapter_memory`, with LRU eviction.
 
-Sizes are in bytes and pages are not modelled, so a little more fits than on a real node
+Memory is counted in bytes. Pages are not modelled, so slightly more adapters fit than on a real node
 (docs/design/adapter-memory.md).
 """
 
@@ -14,30 +14,30 @@ from cluster.node_table import ABSENT, DEVICE, HOST
 
 @dataclass(slots=True)
 class Entry:
-    """An adapter that has room on the device."""
+    """An adapter for which device memory is allocated."""
 
     digest: str
     bytes: int
     leases: int = 0
     ready: bool = False
-    """enough has arrived to compute a cold prompt; the rest arrives in time"""
+    """True if enough has arrived to compute a prompt without waiting for the rest"""
     is_complete: bool = False
 
 
 class AdapterMemory:
     def __init__(self, device_bytes: int, host_bytes: int | None, slots: int) -> None:
-        """Sizes are in bytes; the device holds `slots` adapters at most.
+        """`slots` is the maximum number of adapters on the device.
 
-        With `host_bytes` None all adapters are in host memory.
+        With `host_bytes` None all adapters are in host memory from the start.
         """
         self.host_bytes, self._slots = host_bytes, slots
         self.device: OrderedDict[str, Entry] = OrderedDict()
         self.host: OrderedDict[str, int] = OrderedDict()
         self.free = device_bytes
-        """bytes that are unused or held by idle adapters"""
+        """device bytes that are unused or occupied by adapters without a lease"""
         self._unused = device_bytes
         self.changed: set[str] = set()
-        """digests whose tier or use may have changed since this set was last emptied"""
+        """digests of adapters whose tier or use may have changed since the set was last cleared"""
         self._host_used = 0
 
     def tier(self, digest: str) -> int:
@@ -56,7 +56,7 @@ class AdapterMemory:
     def lease(self, digest: str, size: int) -> Entry | None:
         """Takes a lease on an adapter of `size` bytes, and returns its entry, which may still be loading.
 
-        Returns None if evicting idle adapters does not free enough.
+        Returns None if evicting all adapters without a lease would not free enough memory.
         """
         entry = self.device.get(digest)
         if entry is None:
@@ -85,7 +85,7 @@ class AdapterMemory:
         self.changed.add(digest)
 
     def keep_in_host(self, digest: str, size: int) -> None:
-        """Adds a fetched adapter to host memory; evicts the least recently used ones if necessary."""
+        """Adds a fetched adapter to host memory. Evicts the least recently used ones if necessary."""
         if self.host_bytes is None:
             return
         while self.host and self._host_used + size > self.host_bytes:
@@ -101,9 +101,9 @@ class AdapterMemory:
             self.host.move_to_end(digest)
 
     def _make_room(self, size: int) -> bool:
-        """Evicts idle adapters, least recently used first, until a slot and `size` bytes are free.
+        """Evicts adapters without a lease, least recently used first, until a slot and `size` bytes are free.
 
-        Returns False if there are not enough of them.
+        Returns False if that is not possible.
         """
         while self._unused < size or len(self.device) >= self._slots:
             victim = next((entry for entry in self.device.values() if not entry.leases and entry.is_complete), None)

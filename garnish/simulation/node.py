@@ -1,7 +1,7 @@
-"""A node: continuous batching at iteration level, as in `node_agent/engine`, timed by a performance model.
+"""Simulated node with continuous batching, as in `node_agent/engine`, timed by a performance model.
 
-An iteration is one decode step of all rows that decode, together with chunks of prompts, oldest first. While there are
-only decodes, steps are computed together in closed form (`DecodeRun`) until a row ends or something arrives.
+An iteration is one decode step of all decoding rows, together with chunks of prompts, oldest first. Iterations without
+prompts are computed together in closed form (`DecodeRun`), until a row ends or something arrives.
 """
 
 from __future__ import annotations
@@ -18,60 +18,70 @@ from garnish.simulation.profile import NodeProfile
 
 Arrived = Callable[[Job], None]
 Pace = Callable[[], float]
-"""Factor on the model's duration of the pass that starts now: the model errs, and passes vary."""
+"""Returns a factor for the modelled duration of the pass that starts now.
+
+It stands for the model's error and for the variation of passes.
+"""
 
 
 class SimulatedNode:
     """A node that computes in simulated time.
 
-    `wake` must be called at `next_time`, which changes with each call. Other classes only read the attributes.
+    `wake` must be called at the time `next_time`, which may change with each method call. Other classes must not set
+    attributes.
     """
 
     def __init__(
         self, index: int, profile: NodeProfile, ended: Callable[[Job], None], pace: Pace = lambda: 1.0
     ) -> None:
-        """`ended` is called with each finished request, `pace` once per pass; decode steps of one run are one pass."""
+        """`ended` is called with each finished request.
+
+        `pace` is called once per pass; the decode steps of a DecodeRun count as one pass.
+        """
         self.index, self.profile, self._ended, self._pace = index, profile, ended, pace
         self.loads = Loads(profile)
         self._admission = Admission(profile, self.loads)
         self.queue = WaitingQueue()
         self.running: dict[Job, None] = {}
-        """running jobs in the order of admission"""
+        """running jobs in the order of admission; a dict is used as an ordered set"""
         self.prefilling: list[Job] = []
         self.stalled: list[Job] = []
-        """jobs with computed prompts and incomplete adapters"""
+        """jobs whose prompt is computed and whose adapter is incomplete on the device"""
         self.leaving: dict[Job, Arrived] = {}
         self.queued_mix, self.running_mix, self.decoding = RankMix(), RankMix(), RankMix()
         self.queued_tokens = 0
         self._promised: dict[float, int] = {}
-        """number of jobs here by their TPOT SLO"""
+        """number of jobs on this node by their TPOT SLO in seconds"""
         self.kv_free = profile.kv_tokens
         self.acknowledged: list[str] = []
-        """ids of requests that arrived since the last record"""
+        """ids of requests that arrived since the node's last record"""
         self.next_time = inf
         self.busy = 0.0
-        """seconds of computing"""
+        """total seconds of computing"""
         self.steps = 0
         self.run: DecodeRun | None = None
-        """the iteration, if it has decodes alone"""
+        """current run of decode steps; None if the iteration has prompts"""
         self.chunks: list[tuple[Job, int]] = []
-        """jobs and prompt tokens of any other iteration"""
+        """jobs and their prompt tokens in the current iteration; empty if it has only decode steps"""
         self.iteration_end = inf
-        """end of the iteration; infinite for an idle node"""
+        """end of the current iteration or run in simulated seconds; inf for an idle node"""
         self._iteration_begin = 0.0
         self._start = inf
-        """start of an idle node's next iteration: now, with all that arrives at the same time"""
+        """time at which an idle node starts its next iteration, in simulated seconds; inf if there is none
+
+        It is the time of an arrival, so that requests that arrive at the same time share the iteration.
+        """
         self._finishing: list[tuple[int, int, Job]] = []
-        """decoding rows as (last step, order, job)"""
+        """heap of decoding rows as (number of the last step, order, job)"""
         self._contexts = 0
-        """computed tokens of all running requests at the start of the iteration"""
+        """computed tokens of all running requests at the start of the iteration or run"""
         self._order = 0
         self._term = RANK_TERM[profile.performance.decode.rank_term]
 
-    # --- what comes from outside
+    # --- calls from the simulator
 
     def submit(self, job: Job, now: float) -> None:
-        """Accepts a new request, or one from another node with the tokens that were generated there."""
+        """Adds a new request to the queue, or a request moved from another node with its generated tokens."""
         job.node, job.remaining = self.index, job.prompt + job.generated
         tier = self.loads.prefetch(job, now)
         if not job.moves:
@@ -98,7 +108,10 @@ class SimulatedNode:
         self._set_next()
 
     def move(self, job: Job, now: float, arrived: Arrived) -> None:
-        """Removes a waiting request now, a running one at the end of the iteration; then calls `arrived`."""
+        """Removes a request, and then calls `arrived` with it.
+
+        A waiting request is removed at once, a running one at the end of the iteration.
+        """
         if job in self.running:
             self.leaving[job] = arrived
             self._interrupt(now)
@@ -111,24 +124,24 @@ class SimulatedNode:
         job.moves += 1
         arrived(job)
 
-    # --- what it tells
+    # --- state
 
     def contexts(self, now: float) -> int:
-        """Returns the computed tokens of all running requests."""
+        """Returns the number of computed tokens of all running requests."""
         return self._contexts + self._steps_of_run(now) * self.decoding.rows
 
     def context(self, job: Job, now: float) -> int:
-        """Returns the computed tokens of a running request, prompt and output."""
+        """Returns the number of computed tokens of a running request, prompt and output."""
         return job.prompt + self.tokens(job, now) - (job.remaining or 1)
 
     def tokens(self, job: Job, now: float) -> int:
-        """Returns the number of tokens that a request here has generated."""
+        """Returns the number of output tokens of a request on this node."""
         if not job.finish_step:
             return job.generated
         return job.output - (job.finish_step - self.steps - self._steps_of_run(now))
 
     def prompt_left(self) -> int:
-        """Returns the prompt tokens of waiting and running requests that are not computed yet."""
+        """Returns the number of prompt tokens, of waiting and running requests, that are not computed yet."""
         return self.queued_tokens + sum(job.remaining for job in self.prefilling)
 
     def tightest_tpot(self) -> float | None:
@@ -149,7 +162,10 @@ class SimulatedNode:
         self.next_time = min(self.iteration_end, self.loads.next, self._start)
 
     def _interrupt(self, now: float) -> None:
-        """Ends the run of decode steps after the present step, or starts an idle node, because something arrived."""
+        """Ends the run of decode steps after the current step; starts the next iteration of an idle node.
+
+        It is called when something arrives.
+        """
         if self.iteration_end == inf:
             self._start = now
         elif self.run is not None:
@@ -171,7 +187,7 @@ class SimulatedNode:
         self._iteration_begin = now
 
     def _step(self) -> tuple[float, float]:
-        """Returns the seconds of the next decode step, and the growth with each further step."""
+        """Returns the duration of the next decode step, and its growth with each further step, in seconds."""
         model, rows = self.profile.performance.decode, self.decoding.rows
         other_contexts = sum(
             job.prompt + job.generated - (job.remaining or 1) for job in (*self.prefilling, *self.stalled)
@@ -224,7 +240,7 @@ class SimulatedNode:
             self._let_go(now)
 
     def _take_first(self, job: Job, now: float) -> None:
-        """Gives the request its first token, after which it ends, decodes, or waits for its adapter."""
+        """Counts the first token of the request, which then ends, decodes, or waits for its adapter."""
         job.generated += 1
         job.first_token = job.first_token or now
         if job.generated >= job.output:
@@ -241,12 +257,12 @@ class SimulatedNode:
         self.decoding.add(job.digest, job.rank)
         return True
 
-    # --- who is in the batch
+    # --- admission and removal
 
     def _charge(self, now: float) -> None:
-        """Charges the tenants of running requests for newly generated tokens.
+        """Charges the tenants of running requests for output tokens that were not charged yet.
 
-        It is called only before the virtual token counters are read.
+        To save time, it is called only before the virtual token counters are read.
         """
         for job in self.running:
             self.queue.charge_tokens(job, self.tokens(job, now))
@@ -272,7 +288,7 @@ class SimulatedNode:
         self._ended(job)
 
     def _leave(self, job: Job) -> None:
-        """Frees the request's row, memory and lease; `generated` must be up to date."""
+        """Frees the request's row, KV memory and lease. The request's `generated` must be up to date."""
         self._contexts -= job.prompt + job.generated - (job.remaining or 1)
         del self.running[job]
         self.running_mix.remove(job.digest, job.rank)
@@ -282,7 +298,10 @@ class SimulatedNode:
         self.leaving.pop(job, None)
 
     def _let_go(self, now: float) -> None:
-        """Hands over the requests that are to move; their new nodes compute all their tokens again."""
+        """Removes the running requests that are to move, and calls their `arrived`.
+
+        The new nodes compute all tokens of these requests again.
+        """
         for job, arrived in list(self.leaving.items()):
             if job in self.prefilling:
                 self.prefilling.remove(job)
@@ -299,6 +318,9 @@ class SimulatedNode:
 
 
 def _squares(job: Job, length: int) -> int:
-    """Returns e * e - b * b for a chunk from token b to e, the model's measure of attention."""
+    """Returns e * e - b * b for a chunk from token b to e.
+
+    It is the performance model's measure of the work of attention.
+    """
     begin = job.prompt + job.generated - job.remaining
     return (begin + length) ** 2 - begin**2

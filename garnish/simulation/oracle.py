@@ -1,7 +1,7 @@
-"""A policy that no gateway can have: it knows each answer's length and the state of each node.
+"""Placement policy that knows each answer's length and each node's state, as no real gateway can.
 
-It runs each node forward with the request and without, and chooses the one where the sum of all requests' times per
-token grows least. It does not know future requests.
+It simulates each node forward with and without the request. It chooses the node where the sum of all requests' times
+per token grows least. It does not know future requests.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Prompt:
 
 
 class Forward:
-    """Runs a node's requests, and `extra`, to their ends, from the end of the present step or pass.
+    """Simulates a node's requests, and the request `extra`, from the end of the current iteration to their ends.
 
-    KV memory and eviction are left out, a load has the link to itself, and a request whose prompt is computed decodes
-    even if its adapter is incomplete.
+    It is a simplified simulation. KV memory and eviction are not modelled, and a load has the full bandwidth. A request
+    with a computed prompt decodes even if its adapter is incomplete.
     """
 
     def __init__(self, node: SimulatedNode, now: float, extra: Job | None) -> None:
@@ -58,7 +58,7 @@ class Forward:
         self._term = RANK_TERM[node.profile.performance.decode.rank_term]
         self._mix = RankMix()
         self._decoding: list[tuple[int, int, Job]] = []
-        """decoding rows as (last step, order, job)"""
+        """heap of decoding rows as (number of the last step, order, job)"""
         self._prompts: list[Prompt] = []
         self._steps, self._contexts, self._order, self._total = 0, 0, 0, 0.0
         self._now = _boundary(node, now)
@@ -69,7 +69,7 @@ class Forward:
         self._queue.reverse()
 
     def total(self) -> float:
-        """Runs all requests to their ends, and returns the sum of their seconds per token."""
+        """Simulates all requests to their ends, and returns the sum of their seconds per token."""
         while self._decoding or self._prompts or self._queue:
             while self._queue and len(self._decoding) + len(self._prompts) < self._profile.max_rows:
                 self._prompts.append(self._queue.pop())
@@ -96,7 +96,7 @@ class Forward:
                 self._prompts.append(Prompt(job, job.remaining - chunks.get(job, 0), ready))
 
     def _decode(self, job: Job, remaining: int) -> None:
-        """Lets the job decode its `remaining` tokens; with none it has ended."""
+        """Adds the job to the decoding rows with `remaining` output tokens. A job with none has ended."""
         if remaining <= 0:
             self._total += (self._now - job.at) / job.output
             return
@@ -114,7 +114,7 @@ class Forward:
         return chunks
 
     def _pass(self, chunks: list[tuple[Prompt, int]]) -> None:
-        """Computes a decode step together with chunks of prompts."""
+        """Simulates a decode step together with chunks of prompts."""
         model = self._profile.performance
         seconds = model.prefill.seconds(
             sum(length for _, length in chunks),
@@ -134,7 +134,7 @@ class Forward:
                 self._decode(prompt.job, prompt.job.output - prompt.job.generated - 1)
 
     def _run(self) -> None:
-        """Computes decode steps until a request ends or a prompt is ready."""
+        """Simulates decode steps until a request ends or a prompt is ready."""
         growth = self._profile.performance.decode.per_context * len(self._decoding)
         run = DecodeRun(self._now, self._step(), growth, self._decoding[0][0] - self._steps)
         if self._prompts:

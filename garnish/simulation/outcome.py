@@ -1,4 +1,4 @@
-"""The outcome of a simulated run, as numbers."""
+"""Statistics of a simulated run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from garnish.simulation.slo import Slo
 
 SHARES = (50, 90, 99)
 FOUND = {DEVICE: "none", HOST: "host", DISK: "disk", ABSENT: "absent"}
-"""Names of the tier in which an adapter was found, as in `Started.cold_start`."""
+"""Names of the tiers in which an adapter was at a request's arrival, as in `Started.cold_start`."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Mean and percentiles of times in seconds; all are 0 without times."""
+    """Mean and percentiles of times in seconds; all are 0 if there are no times."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -33,19 +33,25 @@ class Summary(msgspec.Struct, frozen=True):
     rejected: int
     attainment: float
     attainable: float
-    """share that empty nodes with warm adapters would finish within the SLO; the bound of any policy"""
+    """share of requests that an empty node with the adapter loaded would finish within the SLO
+
+    No policy can have a higher attainment.
+    """
     ttft: Distribution
     tpt: Distribution
     tpot: Distribution
     cold_starts: dict[str, int]
-    """number by the tier in which the adapter was found: none (device, or the base), host, absent"""
+    """number of requests by the adapter's tier at their arrival: none, host, disk or absent
+
+    `none` means that the adapter was on the device, or that the base model was called.
+    """
     utilisation: float
-    """average share of computing time of a node, from the first arrival to the last end"""
+    """share of the time that a node was computing, from the first arrival to the last end; mean over nodes"""
     least_utilisation: float
     most_utilisation: float
     output_tokens: int
     seconds: float
-    """simulated time from the first arrival to the last end"""
+    """simulated seconds from the first arrival to the last end"""
     moves: int
 
 

@@ -1,6 +1,6 @@
-"""Profile of a simulated node: a performance model, limits and memory.
+"""Profile of a simulated node: a performance model, limits and memory sizes.
 
-Committed profiles are in `profiles/` and have names; any other is a file of the same form.
+Committed profiles are in `profiles/` and have names. Any other profile is a file of the same format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).with_name("profiles")
 
 
 class ProfileError(ValueError):
-    """The profile can't be used; the message names the file and what is wrong."""
+    """The profile can't be used. The message names the file and the problem."""
 
 
 class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -28,7 +28,7 @@ class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     notes: str = ""
     performance: PerformanceModel
     one_pass: bool = True
-    """decode rows and prompt chunks share one pass, which reads the base's weights once
+    """True if decode rows and prompt chunks share one pass, which reads the base model's weights once
 
     Otherwise prompts are computed first, while the decode rows wait.
     """
@@ -39,19 +39,19 @@ class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     block_tokens: int = 16
     kv_tokens: int
     adapter_memory: int | None
-    """bytes; None has all adapters on the device from the start"""
+    """device memory for adapters in bytes; with None all adapters are on the device from the start"""
     adapter_slots: int = 256
     host_memory: int | None = None
-    """bytes; None has all adapters in host memory from the start"""
+    """host memory for adapters in bytes; with None all adapters are in host memory from the start"""
     bytes_per_rank: int
-    """size of an adapter by its rank, if the trace does not state its size"""
+    """bytes of an adapter per rank, for adapters whose size the trace does not state"""
     overhead: float = 0.0
-    """time before a request's first token in the gateway, the network and the node's processes"""
+    """seconds before a request's first token that are spent in the gateway, the network and the node's processes"""
 
     def __post_init__(self) -> None:
         if self.performance.version != MODEL_VERSION:
             raise ValueError(f"performance.version is {self.performance.version}; {MODEL_VERSION} is served")
-        # Policies would go by an assumed model where the table of nodes does not believe this one.
+        # The table of nodes rejects such a model; policies would then use an assumed model instead.
         problem = problem_of(self.performance)
         if problem is not None:
             raise ValueError(f"performance.{problem}")
@@ -69,7 +69,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> NodeProfile:
-    """Returns a committed profile by its name, or the one in a file. Raises ProfileError."""
+    """Returns the committed profile `name`, or the profile in the file `name`. Raises ProfileError."""
     file = FOLDER / f"{name}.json" if name in profile_names() else Path(name)
     try:
         return msgspec.json.decode(file.read_bytes(), type=NodeProfile)

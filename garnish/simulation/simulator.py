@@ -1,7 +1,7 @@
-"""The event loop: requests arrive, the gateway places each, nodes compute and send their records.
+"""The simulation's event loop: requests arrive and are placed, and nodes compute and send records.
 
-A node sends its record each RECORD_INTERVAL, whatever happens, so that placement sees records as old as a real gateway
-does. Equal input and seed give equal results: nothing depends on a clock or on hashes.
+A node sends its record every RECORD_INTERVAL seconds, so that records are as old at placement as for a real gateway.
+Equal inputs and seeds give equal results: nothing depends on a clock or on hashes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MakePolicy = Callable[[Callable[[], float]], Policy]
 
 
 class StuckError(RuntimeError):
-    """Requests will never end, because of an error in the simulator."""
+    """Requests would never end, because of an error in the simulator."""
 
 
 class Simulator:
@@ -45,10 +45,10 @@ class Simulator:
         jobs: Sequence[Job],
         pace: Callable[[int], Pace] = lambda _: lambda: 1.0,
     ) -> None:
-        """`policy` creates the policy from the simulated clock. `jobs` are sorted by `at` and numbered from 0.
+        """`policy` is called with the simulated clock and returns the policy.
 
-        `pace(i)` returns a function whose results are factors on the durations of node i's passes. The node's record
-        has the profile's model nevertheless.
+        `jobs` are sorted by `at` and numbered from 0. `pace(i)` returns a function whose results are factors for the
+        durations of node i's passes. The node's record nevertheless has the profile's model.
         """
         self.now = 0.0
         self.profile, self.policy, self.jobs = profile, policy(lambda: self.now), jobs
@@ -57,7 +57,7 @@ class Simulator:
         self.lengths = ResponseLengths()
         self.events = 0
         self.decisions: list[float] = []
-        """processor seconds of each placement by the policy, on this machine"""
+        """CPU seconds of each placement by the policy, measured on this host"""
         self._remaining = len(jobs)
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = 0
@@ -67,9 +67,9 @@ class Simulator:
             self.policy.attach(self.nodes, jobs)
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
-        """Runs the simulation until all requests have ended. Raises StuckError.
+        """Runs the simulation until all requests have ended.
 
-        `progress` is called with the number of placed requests at each thousandth.
+        `progress` is called after every 1,000 placed requests, with the number of placed requests. Raises StuckError.
         """
         for i in range(len(self.nodes)):
             self._record_at(i, RECORD_INTERVAL * i / len(self.nodes))
@@ -111,7 +111,7 @@ class Simulator:
             self._push(time + self.policy.period, REBALANCE, 0)
 
     def _touched(self, node: SimulatedNode) -> None:
-        """Schedules the node's next event, whose time may have changed."""
+        """Schedules a call of the node's `wake` if its `next_time` has changed."""
         index, time = node.index, node.next_time
         if time != self._woken[index] and time != inf:
             self._woken[index] = time
@@ -154,7 +154,7 @@ class Simulator:
         return kv_tokens <= profile.kv_tokens and all(job.bytes <= size for size in bounds)
 
     def _request(self, job: Job) -> PlacementRequest:
-        """Returns the placement request with the gateway's knowledge of the job."""
+        """Returns the placement request for the job, with only what a gateway would know."""
         expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
         return PlacementRequest(
             id=str(job.number),
@@ -172,7 +172,10 @@ class Simulator:
         self._touched(node)
 
     def _rebalance(self, policy: Migrates) -> None:
-        """Moves the requests that the policy selects: a waiting one now, a running one when its iteration ends."""
+        """Moves the requests that the policy selects.
+
+        A waiting request moves at once, a running one when its iteration ends.
+        """
         loads = {node.index: len(node.running) + len(node.queue) - len(node.leaving) for node in self.nodes}
         for move in policy.moves(loads, [movable for node in self.nodes for movable in _movables(node, self.now)]):
             job = self.jobs[int(move.id)]
@@ -186,7 +189,7 @@ class Simulator:
 
 
 def _movables(node: SimulatedNode, now: float) -> Iterator[Movable]:
-    """Yields the node's jobs that were never moved."""
+    """Yields those of the node's jobs that were never moved."""
     for job in node.queue:
         if not job.moves:
             yield Movable(str(job.number), node.index, runs=False, tokens=job.prompt + job.generated)

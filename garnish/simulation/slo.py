@@ -1,4 +1,4 @@
-"""The service level objective of a simulation: `tpt=1.5x`, or `ttft=500ms,tpot=60ms`."""
+"""Service level objective of a simulation, written as `tpt=1.5x` or `ttft=500ms,tpot=60ms`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,37 @@ from garnish.simulation.job import Job
 from garnish.simulation.profile import NodeProfile
 
 REFERENCE_ROWS, REFERENCE_PROMPT, REFERENCE_OUTPUT = 16, 256, 128
-"""Batch and lengths for the base's TPT without adapters, of which a TPT of `1.5x` is a multiple."""
+"""Rows of the batch, and prompt and output tokens, for the base model's TPT without adapters.
+
+A TPT such as `1.5x` is a multiple of that TPT.
+"""
 DEFAULT_SLO = "tpt=1.5x"
 _PART = re.compile(r"(ttft|tpot|tpt)=(\d+(?:\.\d+)?)(ms|s|x)")
 
 
 class SloError(ValueError):
-    """The text is no SLO; the message says what is expected."""
+    """The text is not an SLO. The message says what was expected."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Bounds of a request in seconds; None is no bound."""
+    """Upper bounds for a request in seconds; None means no bound."""
 
     ttft: float | None = None
     tpot: float | None = None
     tpt: float | None = None
 
     def holds(self, job: Job, overhead: float) -> bool:
-        """Returns True if a finished request met the SLO; `overhead` (seconds) comes before its first token."""
+        """Returns True if a finished request met the SLO.
+
+        `overhead` is the seconds before its first token that the simulation leaves out.
+        """
         return self._hold(job.ttft + overhead, job.tpot, job.tpt + overhead / job.output)
 
     def attainable(self, job: Job, profile: NodeProfile) -> bool:
-        """Returns True if an empty node with the adapter meets the SLO for this request; else no policy can."""
+        """Returns True if an empty node with the adapter loaded would meet the SLO for this request.
+
+        If it would not, no policy can meet the SLO.
+        """
         model, steps = profile.performance, job.output - 1
         ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * job.rank)
         decode = steps * model.decode.seconds(1, 0, job.rank) + model.decode.per_context * (
@@ -45,12 +54,12 @@ class Slo(msgspec.Struct, frozen=True):
 
     @property
     def per_token(self) -> float | None:
-        """TPOT SLO for placement in seconds: `tpot`, else `tpt`, else None."""
+        """TPOT SLO in seconds that is used for placement: `tpot`, else `tpt`, else None."""
         return self.tpot if self.tpot is not None else self.tpt
 
 
 def base_tpt(profile: NodeProfile) -> float:
-    """Returns the seconds per token of the base alone, in a batch of REFERENCE_ROWS."""
+    """Returns the seconds per token of the base model without adapters, in a batch of REFERENCE_ROWS rows."""
     model = profile.performance
     contexts = REFERENCE_ROWS * (REFERENCE_PROMPT + REFERENCE_OUTPUT // 2)
     prefill = model.prefill.seconds(REFERENCE_PROMPT, REFERENCE_PROMPT**2, 0)
@@ -59,7 +68,7 @@ def base_tpt(profile: NodeProfile) -> float:
 
 
 def parse_slo(text: str, profile: NodeProfile) -> Slo:
-    """Returns the bounds that the text states, such as `ttft=500ms,tpot=60ms`. Raises SloError."""
+    """Returns the SLO in a text such as `ttft=500ms,tpot=60ms`. Raises SloError."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

@@ -1,4 +1,4 @@
-"""Runs of a trace by a policy, and the search for the smallest pool that keeps the SLO."""
+"""Simulations of a trace with a policy, and the search for the smallest pool that meets the SLO."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"oracle": Oracle})
 STATED_TOKENS = 256
-"""`max_tokens` of a call that states none (docs/guide/invoke.md); a longer answer implies a larger value."""
+"""Default `max_tokens` of a call (docs/guide/invoke.md); a request with a longer answer must have stated more."""
 Progress = Callable[[str], None]
 
 
@@ -42,16 +42,17 @@ def simulate(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Simulator, Summary]:
-    """Simulates the requests, and returns the simulator at its end and a summary. Raises UnknownPolicy."""
+    """Simulates the requests, and returns the finished simulator and a summary. Raises UnknownPolicy."""
     simulator = Simulator(profile, nodes, policy_maker(policy, seed), make_jobs(requests, profile, slo))
     simulator.run(progress)
     return simulator, summarise(simulator, slo)
 
 
 def smallest_pool(attainment: Callable[[int], float], low: int, high: int, target: float) -> int | None:
-    """Returns the smallest number of nodes with at least the `target` attainment; None if `high` is too small.
+    """Returns the smallest number of nodes, from `low` to `high`, whose attainment is at least `target`.
 
-    Bisection assumes that more nodes do no worse. `attainment` is called for log2(high - low) + 2 pools at most.
+    Returns None if even `high` nodes do not reach it. The bisection assumes that attainment does not fall with more
+    nodes. `attainment` is called for at most log2(high - low) + 2 numbers of nodes.
     """
     if attainment(high) < target:
         return None
@@ -65,7 +66,7 @@ def smallest_pool(attainment: Callable[[int], float], low: int, high: int, targe
 
 
 def default_policy() -> str:
-    """Returns the name of the policy that the gateway has by default."""
+    """Returns the name of the gateway's default policy."""
     return str(next(field.default for field in msgspec.structs.fields(GatewayConfig) if field.name == "policy"))
 
 
@@ -74,9 +75,9 @@ def policy_names() -> list[str]:
 
 
 def policy_maker(name: str, seed: int) -> Callable[[Clock], Policy]:
-    """Returns the function that creates the policy from the simulation's clock.
+    """Returns a function that takes the simulation's clock and creates the policy `name`.
 
-    Raises UnknownPolicy with the existing names.
+    Raises UnknownPolicy, whose message has the existing names.
     """
     if name in SIMULATED:
         return SIMULATED[name]
@@ -112,7 +113,7 @@ def _stated(request: TraceRequest, profile: NodeProfile) -> int:
 
 
 class Plan:
-    """A trace, a kind of node and a policy; `run` and `sweep` simulate."""
+    """A trace, a node profile and a policy. `run` and `sweep` simulate them."""
 
     def __init__(
         self, form: str, requests: list[TraceRequest], profile: NodeProfile, slo: Slo, policy: str, seed: int
@@ -143,9 +144,10 @@ class Plan:
         return {"nodes": nodes, "summary": summary}
 
     def sweep(self, low: int, high: int, target: float, progress: Progress) -> dict[str, Any]:
-        """Returns the smallest pool of `low` to `high` nodes with at least the `target` attainment, or None for it.
+        """Searches for the smallest pool, from `low` to `high` nodes, whose attainment is at least `target`.
 
-        The result also has the pools that were simulated, and the summary of the smallest one.
+        The result has that pool (None if there is none), the attainment of all simulated pools, and the summary of the
+        smallest one.
         """
 
         def attainment(nodes: int) -> float:
@@ -167,7 +169,7 @@ class Plan:
         }
 
     def plot(self, file: Path, target: float) -> None:
-        """Draws the last run, and the sweep if there was one, into `file`. Raises FrontDoorError."""
+        """Plots the last run, and the sweep if there was one, to `file`. Raises FrontDoorError."""
         assert self._last is not None
         nodes, simulator, _ = self._last
         title = f"{nodes} nodes, {self._policy}, {self._profile.title}"
@@ -196,7 +198,10 @@ class Plan:
 
 
 def make_plan(trace: Path, options: TraceOptions, profile: str, slo: str, policy: str | None, seed: int) -> Plan:
-    """Reads the trace, profile, SLO and policy, and returns the plan. Raises FrontDoorError."""
+    """Reads the trace and the profile, checks the SLO and the policy, and returns the plan.
+
+    Raises FrontDoorError.
+    """
     try:
         name = policy or default_policy()
         policy_maker(name, seed)
@@ -209,9 +214,9 @@ def make_plan(trace: Path, options: TraceOptions, profile: str, slo: str, policy
 
 
 def draw(file: Path, simulator: Simulator, slo: Slo, sweep: Mapping[int, float], target: float, title: str) -> None:
-    """Draws the distributions of TTFT and TPT, and of a `sweep` the attainment by nodes, into `file`.
+    """Plots the distributions of TTFT and TPT, and the attainment by number of nodes of a `sweep`, to `file`.
 
-    The file's suffix chooses the format. Raises ImportError, ValueError, OSError.
+    The file's suffix determines the format. Raises ImportError, ValueError, OSError.
     """
     from matplotlib.figure import Figure  # which the service does not need
 

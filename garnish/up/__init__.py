@@ -1,4 +1,4 @@
-"""`garnish up`: `prepare` checks everything and makes the keys, `run` keeps the processes alive until Ctrl-C.
+"""`garnish up`: `prepare` checks the settings and creates keys; `run` keeps the processes running until Ctrl-C.
 
-Meanwhile a thread of `run` waits until the service is ready and deploys the declared functions.
+A thread of `run` waits until the service is ready, and then deploys the declared functions.
 """

@@ -1,4 +1,4 @@
-"""Output of `garnish up` when the service is ready: the address, the keys and a command to paste."""
+"""Output of `garnish up` when the service is ready: the address, the keys and an example command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from garnish.up.prepare import Prepared
 from gateway.routes.deploy import DeployReply
 
 SHOWN_RANK = "16"
-"""Rank for which a node's room is shown, the most common one."""
+"""Rank for which the number of adapters that fit on a node is shown. It is the most common rank."""
 
 
 def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -> None:
@@ -48,7 +48,7 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
 
 
 def capacity_lines(node: str, reported: Capacity | None) -> list[str]:
-    """Returns the host's capacity as two lines; none if the node's log no longer has it."""
+    """Returns two lines about the capacity of a node; none if `reported` is None."""
     if reported is None:
         return []
     rates = reported.tokens_per_second
@@ -68,7 +68,7 @@ def _rate(tokens: float) -> str:
 
 
 def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], screen: Screen) -> None:
-    """Prints new keys in full, and the file that holds the others."""
+    """Prints new keys in full, and the path of the file that contains all keys."""
     file = shown(state / FILE_NAME)
     if new_keys:
         screen.line(f"keys, shown once (and kept in {file}):")
@@ -79,7 +79,10 @@ def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], s
 
 
 def curl_line(prepared: Prepared, deployed: Sequence[DeployReply]) -> str:
-    """Returns a working curl command, an option a line. It reads a key that was shown before from its file."""
+    """Returns a working curl command with one option per line.
+
+    A new key is in the command. An older key is read by the command from the credentials file.
+    """
     credentials = prepared.credentials
     mine = [
         deployment.name for deployment in prepared.deployments if deployment.connection.tenant == credentials.tenant
@@ -102,5 +105,5 @@ def _example(model: Path) -> dict[str, Any]:
 
 
 def shown(path: Path) -> str:
-    """Returns the path as text, relative when it is below the working directory."""
+    """Returns the path as text. It is relative if the path is below the working directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

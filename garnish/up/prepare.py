@@ -1,4 +1,4 @@
-"""Checks everything and creates the keys, before the first process starts."""
+"""Checks the settings and creates the keys of `garnish up`, before the first process starts."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     port: int | None = None
     nodes: int | None = None
-    """number of nodes; None is one for each GPU, or one without GPUs"""
+    """number of nodes; None means one for each GPU, or one if there are no GPUs"""
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """An entry of `functions:` in the service file, ready to be sent."""
+    """Arguments of the deploy of one entry of `functions:` in the service file."""
 
     name: str
     directory: Path
@@ -82,7 +82,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def state_directory(state: Path) -> Iterator[Path]:
-    """Provides the directory (mode 0700), locked by this process. Raises StartError if that fails."""
+    """Yields the directory (mode 0700), locked by this process. Raises StartError if that fails."""
     state = state.absolute()
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,7 +103,10 @@ def state_directory(state: Path) -> Iterator[Path]:
 
 
 def prepare(options: UpOptions, state: Path) -> Prepared:
-    """Reads and checks all that the service needs before anything starts. Raises FrontDoorError."""
+    """Reads and checks everything that the service needs, and returns it. Nothing is started.
+
+    Raises FrontDoorError.
+    """
     service = load_service_file(options.file)
     base = resolve_base(service)
     gateway = gateway_config(
@@ -132,9 +135,10 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
 
 
 def node_count(service: ServiceFile, requested: int | None) -> int:
-    """Returns the number of nodes of this host: the `requested` one, or one for each GPU that nodes may use.
+    """Returns the number of nodes to start on this host.
 
-    Without GPUs any number may be requested, and the default is one. Raises StartError.
+    It is `requested`, or by default one for each GPU that nodes may use. Without GPUs any number may be requested, and
+    the default is one. Raises StartError.
     """
     devices = service.node.devices
     try:
@@ -147,9 +151,9 @@ def node_count(service: ServiceFile, requested: int | None) -> int:
 
 
 def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:
-    """Creates the cluster secret, the tenants and their keys where missing, and writes the credentials file.
+    """Creates the cluster secret, the tenants and their keys if they are missing, and writes the credentials file.
 
-    Returns the credentials and the new keys. Raises StartError.
+    Returns the credentials, and the new keys by owner. Raises StartError.
     """
     file = state / FILE_NAME
     names = tenant_names(service)
@@ -172,7 +176,10 @@ def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials,
 
 
 def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str]) -> None:
-    """Writes the file's tenants to the registry; those of `before` that it no longer names are editable again."""
+    """Writes the service file's tenants to the registry, as declared tenants.
+
+    Tenants of `before` that the file no longer names are marked as not declared, so they can be edited again.
+    """
     names = {*tenant_names(service), *([OPEN_TENANT] if service.auth == "none" else [])}
     for name in names:
         written = service.tenants.get(name) or Tenant()
@@ -186,7 +193,7 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
             file_bytes=written.file_bytes or FILE_BYTES,
         )
     for name in set(before) - names:
-        with suppress(NotFound):  # another registry than the credentials were made for
+        with suppress(NotFound):  # the credentials were made for another registry
             tenants.get(name)
             tenants.put(name, declared=False)
 
@@ -220,7 +227,10 @@ def _deployments(service: ServiceFile, folders: dict[str, Path], credentials: Cr
 
 
 def _adapter_folders(service: ServiceFile) -> dict[str, Path]:
-    """Returns the declared functions' folders by name; downloads those on the Hub. Raises StartError."""
+    """Returns the adapter folders of the declared functions by name. Adapters on the Hub are downloaded.
+
+    Raises StartError.
+    """
     folders = {}
     for name in service.functions:
         try:
@@ -231,14 +241,14 @@ def _adapter_folders(service: ServiceFile) -> dict[str, Path]:
 
 
 def local_url(host: str, port: int) -> str:
-    """Returns the URL at which processes on this host reach a listener on `host`."""
+    """Returns the URL at which processes on this host reach a server that listens on `host`."""
     if host in ("0.0.0.0", "::"):  # noqa: S104  (a comparison: nothing is bound here)
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises StartError when nothing can listen on this host and port."""
+    """Raises StartError if no server can listen on this host and port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

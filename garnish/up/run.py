@@ -1,4 +1,4 @@
-"""Starts gateway and nodes, deploys the declared functions, keeps the processes alive and stops them in order."""
+"""Starts the gateway and nodes, deploys the declared functions, restarts processes and stops them in order."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ NO_REASON = "no reason was logged"
 TICK_SECONDS = 0.2
 LOG_SECONDS = 5.0
 READY_SECONDS = 600.0
-"""Bound on the start; loading a large base model from a slow disk takes minutes."""
+"""Timeout in seconds for the start. Loading a large base model from a slow disk takes minutes."""
 POLL_SECONDS = 0.1
 MAX_CRASHES = 3
-"""Number of exits of a node's processes, before it ever was ready, after which the start fails."""
+"""Number of exits of a node's processes after which the start fails, if the node was never ready."""
 DEPLOY_TRIES = 3
 NODES_SECONDS = 60.0
-"""Time for which a policy that does not fit is retried; its nodes may not have reported yet."""
+"""Seconds for which a policy that does not fit is retried, since some nodes may not have reported yet."""
 
 
 def up(options: UpOptions, screen: Screen) -> int:
-    """Serves until TERM or INT. Returns the exit code. Raises FrontDoorError when the service can't be started."""
+    """Serves until TERM or INT. Returns the exit code. Raises FrontDoorError if the service can't be started."""
     with state_directory(options.state) as state, screen:
         screen.progress(f"reading {options.file}")
         prepared = prepare(options, state)
         screen.end_progress()
-        logging.getLogger(supervisor.__name__).disabled = True  # what it has to say reaches the screen by `on_end`
+        logging.getLogger(supervisor.__name__).disabled = True  # `on_end` shows its messages on the screen instead
         return _serve(prepared, screen)
 
 
@@ -74,12 +74,12 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
 
 
 def node_grace(prepared: Prepared) -> float:
-    """Returns the seconds that nodes get to stop, a little longer than their own bound."""
+    """Returns the seconds that nodes get to stop, a little more than their own timeout."""
     return max(node.stop_seconds for node in prepared.nodes) + supervisor.STOP_SLACK + 3.0
 
 
 def _children(prepared: Prepared, ends: Ends) -> list[Child]:
-    """Returns the processes, the gateway first, then the nodes; none is started yet."""
+    """Returns the processes, first the gateway, then the nodes. None is started yet."""
     parent = os.getpid()
     modules: list[tuple[str, str, msgspec.Struct]] = [
         ("gateway", "garnish.run_gateway", GatewayProcessConfig(parent, prepared.gateway)),
@@ -95,9 +95,10 @@ def _children(prepared: Prepared, ends: Ends) -> list[Child]:
 def _open(
     opening: Opening, children: Sequence[Child], ends: Ends, signals: Signals, prepared: Prepared, screen: Screen
 ) -> None:
-    """Tends the processes until the functions are deployed, then greets; or until a stop is requested.
+    """Supervises the processes until the functions are deployed, and then prints the greeting.
 
-    Raises FrontDoorError if a function can't be deployed, or a process can't start.
+    Returns early, without a greeting, if a stop is requested. Raises FrontDoorError if a function can't be deployed or
+    a process can't start.
     """
     while opening.is_alive() and not signals.stop_requested:
         signals.wait(min(_tend(children), TICK_SECONDS))
@@ -120,7 +121,7 @@ def _tend(children: Sequence[Child]) -> float:
 
 
 def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
-    """Stops the processes by TERM, and by KILL after `grace` seconds or a second Ctrl-C."""
+    """Stops the processes with TERM, and with KILL after `grace` seconds or a second Ctrl-C."""
     deadline = time.monotonic() + grace
     stop_requests = signals.stop_requested
     for child in children:
@@ -134,13 +135,13 @@ def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
 
 
 class Ends:
-    """Prints why a process ended by itself."""
+    """Prints and records the reasons why processes ended by themselves."""
 
     def __init__(self, screen: Screen) -> None:
         self.reasons: dict[str, str] = {}
         self._screen = screen
         self._starts: dict[str, int] = {}
-        """size of the log when the present process started, by process"""
+        """bytes of the log when the current process started, by name"""
 
     def record_end(self, name: str, log: Path, code: int) -> None:
         reason = last_problem(log, self._starts.get(name, 0))
@@ -151,7 +152,10 @@ class Ends:
 
 
 def check_nodes(logs: list[Path]) -> None:
-    """Raises StartError if a node's engine refuses to start, or its processes ended MAX_CRASHES times, by its log."""
+    """Raises StartError if a node can't start, according to its log.
+
+    That is the case if its engine refuses to start, or if its processes ended MAX_CRASHES times.
+    """
     for log in logs:
         if refuses_to_start(log) or times_ended(log) >= MAX_CRASHES:
             reason = end_reason(log) or last_problem(log) or "no reason was logged"  # a refusal precedes the end
@@ -159,9 +163,9 @@ def check_nodes(logs: list[Path]) -> None:
 
 
 class Opening(threading.Thread):
-    """Waits until the service is ready, and deploys the declared functions.
+    """Thread that waits until the service is ready, and then deploys the declared functions.
 
-    `result` is set before the thread ends: the replies to the deploys, or the error.
+    Before the thread ends, it sets `result` to the replies of the deploys, or to the error.
     """
 
     def __init__(self, prepared: Prepared, node_logs: list[Path], report: Callable[[str], None]) -> None:
@@ -210,9 +214,9 @@ class Opening(threading.Thread):
         raise AssertionError("unreachable")
 
     def _set_policy(self, deployment: Deployment) -> None:
-        """Sets the function's policy as the file states it. Raises StartError if it is refused.
+        """Sets the function's policy to that of the service file.
 
-        A policy that does not fit is retried for NODES_SECONDS.
+        A policy that does not fit is retried for NODES_SECONDS. Raises StartError if the policy is refused.
         """
         deadline = time.monotonic() + NODES_SECONDS
         while deployment.policy:
@@ -229,7 +233,7 @@ class Opening(threading.Thread):
 
 
 def _readiness(http: httpx.Client) -> str | None:
-    """Returns what the service waits for, or None if it is ready."""
+    """Returns a text about what the service waits for, or None if the service is ready."""
     try:
         response = http.get("/readyz")
     except httpx.HTTPError:

@@ -1,5 +1,6 @@
 """Autoscaling of pools.
 
-`rounds` reads the load and the sizes, `sizing` decides, a driver (`local`, `aws`) acts. `garnish autoscale`
-(garnish/autoscaling.py) gives them the gateway's snapshot of the load, and the lease of the one autoscaler that leads.
+`rounds` reads loads and sizes, `sizing` decides on new sizes, and a driver (`local` or `aws`) sets them. `garnish
+autoscale` (garnish/autoscaling.py) provides the load from the gateway, and holds the lease that ensures that only one
+autoscaler is active.
 """

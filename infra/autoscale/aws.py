@@ -1,4 +1,4 @@
-"""The driver of pools in AWS: sizes of autoscaling groups, within the bounds that Terraform gave them."""
+"""Driver of pools in AWS: sets the sizes of autoscaling groups, within the bounds set by Terraform."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ THROTTLED = frozenset(
     }
 )  # fmt: skip
 BUSY = frozenset({"ScalingActivityInProgress", "ResourceContention"})
-"""Error codes while another change of the group is in progress."""
+"""Error codes of AWS while another change of the group is in progress."""
 DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
 TIMEOUTS = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
 LIVE = frozenset({"Pending", "Pending:Wait", "Pending:Proceed", "InService"})
 
 
 class AwsDriver:
-    """Sizes the autoscaling groups SERVICE-POOL, which the module aws_pool created. Raises InfraError without AWS."""
+    """Reads and sets the sizes of the autoscaling groups SERVICE-POOL, created by the Terraform module aws_pool.
+
+    Raises InfraError if the AWS client can't be created.
+    """
 
     def __init__(
         self,
@@ -38,14 +41,14 @@ class AwsDriver:
     ) -> None:
         """`failed` returns the ids of nodes whose GPU has failed, which have the form POOL-INSTANCE-GPU.
 
-        `endpoint_url` is another server than AWS's own.
+        `endpoint_url` is the URL of another server with the API of AWS; None means AWS.
         """
         self._service, self._failed = service, failed
         try:
             self._client: Any = boto3.client(
                 "autoscaling", region_name=region, endpoint_url=endpoint_url, config=TIMEOUTS
             )
-        except BotoCoreError as error:  # a profile that is nowhere, for instance
+        except BotoCoreError as error:  # for example a missing profile
             raise InfraError(f"AWS can't be asked for autoscaling groups: {error}") from error
 
     def size(self, pool: str) -> PoolSize:
@@ -62,8 +65,8 @@ class AwsDriver:
     def set_desired(self, pool: str, size: int) -> None:
         """Sets the group's desired capacity, and marks instances with a failed GPU as unhealthy.
 
-        The group replaces unhealthy instances, after draining their other nodes. Bounds are checked here too, since
-        not all servers with the API of AWS check them.
+        The group replaces unhealthy instances, after draining their other nodes. Raises InfraError for a size outside
+        the bounds, since not all servers with the API of AWS check them.
         """
         current = self.size(pool)
         check_bounds(pool, size, current)
@@ -76,11 +79,11 @@ class AwsDriver:
                 "set_desired_capacity",
                 AutoScalingGroupName=self._name(pool),
                 DesiredCapacity=size,
-                HonorCooldown=False,  # our own windows steady the size
+                HonorCooldown=False,  # the windows of `sizing` already smooth the size
             )
 
     def _broken(self, pool: str, group: dict[str, Any]) -> list[str]:
-        """Returns the ids of instances with a failed GPU that the group considers healthy."""
+        """Returns the ids of instances that have a failed GPU and are healthy according to the group."""
         serving = [instance for instance in group["Instances"] if instance["LifecycleState"] == "InService"]
         healthy = [str(instance["InstanceId"]) for instance in serving if instance.get("HealthStatus") == "Healthy"]
         failed = self._failed() if healthy else ()
@@ -118,9 +121,10 @@ class AwsDriver:
 
 
 def _owner(group: dict[str, Any], service: str, pool: str) -> tuple[str, str]:
-    """Returns the service and the pool of the group by its tags: a-b-c may be the pool b-c of a, or c of a-b.
+    """Returns (service, pool) of the group according to its tags.
 
-    A missing tag defaults to `service` or `pool`.
+    The group's name is ambiguous: a-b-c may be the pool b-c of the service a, or the pool c of a-b. `service` and
+    `pool` replace missing tags.
     """
     tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", ())}
     return tags.get("garnish:service", service), tags.get("garnish:pool", pool)

@@ -1,4 +1,4 @@
-"""Interface to read and set a pool's size."""
+"""Interface for reading and setting a pool's size."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
     max: int
     live: int
     settled: bool = True
-    """`desired` is reached; if not, `set_desired` of the same size continues the change"""
+    """True if `desired` is reached; if not, another `set_desired` with the same size continues the change"""
 
 
 class Deferred(InfraError):
-    """A size can't be read or set now; the next round tries again.
+    """A size can't be read or set at present. The next round tries again.
 
-    The driver was called too often, another change is in progress, or nodes that are to end have open requests.
+    The reason is that the driver was called too often, that another change is in progress, or that nodes to be ended
+    have open requests.
     """
 
 
 class PoolDriver(Protocol):
-    """Reads and sets the sizes of pools. Calls may block for a bounded time; they raise InfraError."""
+    """Reads and sets the sizes of pools. Calls may block for a limited time, and may raise InfraError."""
 
     def size(self, pool: str) -> PoolSize: ...
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Brings the pool to `size` nodes or instances. Raises InfraError for a size outside the pool's bounds."""
+        """Scales the pool to `size` nodes, or instances in AWS.
+
+        Raises InfraError for a size outside the pool's bounds.
+        """
         ...
 
 

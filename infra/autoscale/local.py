@@ -1,7 +1,7 @@
-"""Driver of local pools: it records the size next to Terraform's state, and applies it by Terraform.
+"""Driver of local pools. It records the size next to Terraform's state, and applies it with Terraform.
 
-A pool that shrinks loses its last nodes. They are drained first, for as many rounds as that takes, and get requests
-again if the pool is to keep its size after all.
+A pool that shrinks loses the nodes with the highest numbers. They are drained first, which may take several rounds. If
+a later round keeps them, they are undrained.
 """
 
 from __future__ import annotations
@@ -16,44 +16,47 @@ from infra.errors import InfraError, Unchanged
 from infra.stack import Pool, Stack, node_ids, pool_of
 
 DRAIN_SECONDS = 3620.0
-"""Time after which a node ends even with open requests; longer than any call.
+"""Seconds of draining after which a node is ended even if it has open requests; longer than any call.
 
-Terraform would wait for these requests, and no round reads the load meanwhile.
+Until then the node is not ended: Terraform would wait for its requests, and no round could read the load meanwhile.
 """
 
 
 class Host(Protocol):
-    """The host of the local pools. All methods may raise InfraError."""
+    """Interface to the host of the local pools. All methods may raise InfraError."""
 
     directory: Path
 
     def stack(self) -> Stack:
-        """Returns the stack by the present service file and sizes."""
+        """Returns the stack for the current service file and recorded sizes."""
         ...
 
     def running(self) -> Collection[str]:
-        """Returns the ids of the nodes whose process lives."""
+        """Returns the ids of the nodes whose process is running."""
         ...
 
     def failed(self) -> Collection[str]:
-        """Returns the ids of the nodes, of any pool, whose GPU has failed and whose last request has ended."""
+        """Returns the ids of nodes of all pools whose GPU has failed and that have no open requests."""
         ...
 
     def open_requests(self) -> Mapping[str, int]:
-        """Returns the number of open requests of each node that the gateway knows, by the node's id."""
+        """Returns the number of open requests of each node registered at the gateway, by node id."""
         ...
 
     def drain(self, node: str, draining: bool) -> None:
-        """Drains the node, or lets it serve again; does nothing if there is no such node."""
+        """Drains the node, or undrains it if `draining` is False. Does nothing if there is no such node."""
         ...
 
     def apply(self) -> None:
-        """Applies the stack's numbers of nodes. Raises Unchanged if it failed before anything was changed."""
+        """Creates and ends nodes until their numbers are those of the stack.
+
+        Raises Unchanged for a failure before anything was changed.
+        """
         ...
 
 
 class LocalDriver:
-    """Sizes the local pools of a host. `clock` is monotonic seconds."""
+    """PoolDriver for the local pools of a host. `clock` returns monotonic seconds."""
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self._host, self._clock = host, clock
@@ -63,10 +66,10 @@ class LocalDriver:
         return self._observe(pool)[0]
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Brings the pool to `size` nodes and records that size; nodes that are to end are drained first.
+        """Scales the pool to `size` nodes, after draining the nodes to be ended, and records the size.
 
-        Raises Deferred while these have open requests. Raises Unchanged, with the old size recorded, if nothing was
-        changed.
+        Raises Deferred while these nodes have open requests. Raises Unchanged if nothing was changed; the old size is
+        then recorded.
         """
         (current, live, failed), entry, nodes = self._observe(pool), self._pool(pool), _nodes(pool, size)
         check_bounds(pool, size, current)
@@ -115,7 +118,7 @@ class LocalDriver:
         return SetSize(entry.desired, stated, recorded.draining if recorded is not None else [])
 
     def _observe(self, pool: str) -> tuple[PoolSize, set[str], set[str]]:
-        """Returns the size, the nodes whose process lives, and those with a failed GPU."""
+        """Returns the pool's size, its nodes whose process is running, and its nodes with a failed GPU."""
         entry, live = self._pool(pool), self._live(pool)
         failed = live.intersection(self._host.failed()) if live else set[str]()
         settled = live == _nodes(pool, entry.desired) and not (failed or self._recorded_size(pool, entry).draining)

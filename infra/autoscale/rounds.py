@@ -1,6 +1,6 @@
-"""A round of the autoscaler: it reads the load of each pool, decides its size, and lets its driver act.
+"""Rounds of the autoscaler. A round reads the load of each pool, decides its size, and sets it with a driver.
 
-Without the gateway's snapshot of the load, or without the lease, sizes stay as they are.
+Sizes do not change if the load is not available from the gateway, or if the lease is not held.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from infra.autoscale.sizing import Decision, Load, Sizer, Targets, desired_size
 from infra.errors import InfraError, Interrupted
 
 START_SECONDS = 300.0
-"""Bound on the time for which nodes that are starting keep a pool from growing further."""
+"""Maximum seconds after a growth for which a pool does not grow further because nodes are starting."""
 GAP_SECONDS = 30.0
-"""Time without a poll of the load after which earlier decisions are dropped."""
+"""Seconds without a poll of the load after which earlier decisions are dropped."""
 FIRST_PAUSE, LONGEST_PAUSE = 4.0, 60.0
-"""Backoff in seconds before a driver that failed is called again."""
+"""First and maximum backoff in seconds before a driver that failed is called again."""
 
 Action = Literal["none", "set", "waits", "held"]
 
 
 class LoadUnknown(InfraError):
-    """The gateway does not answer, or its load is stale."""
+    """The gateway does not answer, or the load that it reports is stale."""
 
 
 class PoolView(msgspec.Struct, frozen=True):
-    """The gateway's view of a pool, in the units of its driver: instances in AWS, which may have several nodes."""
+    """The load and the number of ready units of a pool, according to the gateway.
+
+    A unit is what the pool's driver counts: a node, or in AWS an instance, which may have several nodes.
+    """
 
     load: Load
     ready: float
@@ -49,13 +52,17 @@ class ScaledPool(msgspec.Struct, frozen=True):
 
 
 class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a round for a pool. `held`: something is wrong or missing. `waits`: a change is in progress."""
+    """Result of a round for a pool.
+
+    The actions are: `none` (no change), `set` (a size was set), `waits` (another round must continue, for example
+    because a change is in progress) and `held` (not scaled because of an error).
+    """
 
     pool: str
     action: Action
     reason: str
     size: int | None = None
-    """desired size before the round, if known"""
+    """desired size before the round; None if it could not be read"""
     wanted: int | None = None
     load: Load | None = None
 
@@ -64,7 +71,7 @@ IDLE = Load(open_requests=0, queue_wait=0.0, demand=0.0, backlog=0.0, attainment
 
 
 class _State:
-    """State of a pool between rounds: its sizer, the time of its last growth, and the backoff of its driver."""
+    """State of a pool between rounds: its sizer, the time of its last growth, and its driver's backoff."""
 
     def __init__(self, targets: Targets) -> None:
         self.sizer = Sizer(targets)
@@ -73,10 +80,10 @@ class _State:
 
 
 class Autoscaler:
-    """Decides and sets the sizes of pools, round by round.
+    """Decides and sets the sizes of pools, in rounds.
 
-    `read_snapshot` raises LoadUnknown. `trouble` returns why the lease is not held, or None; it is called again before
-    each change. `clock` returns monotonic seconds.
+    `read_snapshot` returns the load, or raises LoadUnknown. `trouble` returns the reason why the lease is not held, or
+    None if it is held; it is also called before each change. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -91,9 +98,9 @@ class Autoscaler:
         self._polled_at = float("-inf")
 
     def round(self, *, once: bool = False) -> list[RoundResult]:
-        """Reads the load of each pool, sets sizes that are to change, and returns the results.
+        """Reads the load of each pool, changes sizes where necessary, and returns a result per pool.
 
-        With `once` this is the only round, and pools may only grow.
+        With `once` this is the only round, and no pool shrinks.
         """
         if trouble := self._trouble():
             return self._all_held(trouble)
@@ -101,7 +108,7 @@ class Autoscaler:
             snapshot = self._read_snapshot()
         except LoadUnknown as error:
             return self._all_held(str(error))
-        polled_at = self._clock()  # not when the changes of this round are made: those may take minutes
+        polled_at = self._clock()  # taken before the changes of this round, which may take minutes
         if polled_at - self._polled_at > GAP_SECONDS:
             self._forget()
         self._polled_at = polled_at
@@ -184,7 +191,10 @@ class Autoscaler:
 def assign_unplaced(
     snapshot: LoadSnapshot, pools: Sequence[ScaledPool], sizes: Mapping[str, PoolSize | InfraError]
 ) -> dict[str, PoolView]:
-    """Returns each pool's view; the first pool that can grow, in the file's order, gets the unplaced requests."""
+    """Returns the PoolView of each pool, by name.
+
+    The load of unplaced requests is added to the first pool, in the file's order, that can grow.
+    """
     views = {pool.name: snapshot.pools.get(pool.name, PoolView(IDLE, 0)) for pool in pools}
     takers = [name for name, size in sizes.items() if isinstance(size, PoolSize) and size.desired < size.max]
     if takers:

@@ -1,7 +1,7 @@
-"""The sizes that the autoscaler has set, in `sizes.json` next to Terraform's state of this host.
+"""Reads and writes `sizes.json`, the sizes set by the autoscaler. The file is next to this host's Terraform state.
 
-`garnish infra plan` and `apply` use them instead of `desired` in serverless.yml, so that neither undoes a size of the
-autoscaler. An edit of `desired` wins: a size that was set for another value of it no longer counts.
+`garnish infra plan` and `apply` use these sizes instead of `desired` in serverless.yml, so that they do not undo a
+change by the autoscaler. After an edit of `desired` the recorded size is ignored and `desired` is used.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FILE = "sizes.json"
 class SetSize(msgspec.Struct, frozen=True):
     size: int
     stated: int
-    """`desired` in serverless.yml at that time"""
+    """`desired` in serverless.yml when the size was set"""
     draining: list[str] = []
 
 
 def read_sizes(directory: Path) -> dict[str, SetSize]:
-    """Returns the sizes that the autoscaler has set, by pool.
+    """Returns the sizes set by the autoscaler, by pool; empty if there is no file.
 
     Raises InfraError for a file that can't be read, since continuing without it would undo these sizes.
     """
@@ -43,7 +43,7 @@ def read_sizes(directory: Path) -> dict[str, SetSize]:
 
 
 def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
-    """Writes the sizes that the autoscaler has set, by pool. Raises InfraError."""
+    """Writes the sizes set by the autoscaler, by pool. Raises InfraError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(sizes, order="sorted")).decode()
@@ -53,7 +53,7 @@ def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
 
 
 def set_size(directory: Path, pool: str, size: SetSize) -> None:
-    """Writes the size of one pool. Raises InfraError. Only the autoscaler that leads may call it."""
+    """Writes the size of one pool. Only the autoscaler that holds the lease may call this. Raises InfraError."""
     sizes = read_sizes(directory)
     if sizes.get(pool) != size:
         write_sizes(directory, {**sizes, pool: size})
@@ -64,23 +64,29 @@ def delete_sizes(directory: Path) -> None:
 
 
 def effective_size(set_size: SetSize | None, stated: int, min_size: int, max_size: int) -> int:
-    """Returns the size that the autoscaler set, within the bounds; `stated` if `desired` was edited since, or none."""
+    """Returns the size set by the autoscaler, limited to the bounds.
+
+    Returns `stated`, the service file's `desired`, if `desired` was edited since, or if no size was set.
+    """
     if set_size is None or set_size.stated != stated:
         return stated
     return max(min_size, min(set_size.size, max_size))
 
 
 class RecordingDriver:
-    """Wraps a driver, and records each size that it sets next to Terraform's state.
+    """Wraps a driver, and records each size that is set in `sizes.json`.
 
-    `stated` returns the present `desired` of a pool in the service file.
+    `stated` returns the current `desired` of a pool in the service file.
     """
 
     def __init__(self, driver: PoolDriver, directory: Path, stated: Callable[[str], int]) -> None:
         self._driver, self._directory, self._stated = driver, directory, stated
 
     def size(self, pool: str) -> PoolSize:
-        """Returns the driver's size, and corrects a record that differs, left by an interrupted autoscaler."""
+        """Returns the driver's size, and corrects the recorded size if it differs.
+
+        An interrupted autoscaler can leave such a record.
+        """
         current, recorded = self._driver.size(pool), read_sizes(self._directory).get(pool)
         if recorded is not None and recorded.size != current.desired and recorded.stated == self._stated(pool):
             set_size(self._directory, pool, SetSize(current.desired, recorded.stated))

@@ -1,6 +1,8 @@
-"""The desired size of a pool by its load: queue wait, SLO attainment, and the cost model's capacity; never CPU use.
+"""Computes the desired size of a pool from its load.
 
-The functions are pure: time is an argument. Times are in seconds.
+The load consists of queue wait, SLO attainment, and the demand according to the cost model. CPU utilisation is not
+used. The current time is an argument. All times are in seconds. A node here means a unit of the pool's driver, which is
+an instance in AWS.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ import msgspec
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool's load over the last interval, as its gateway sees it."""
+    """Load of a pool during the last interval, as measured by the gateway."""
 
     open_requests: int
-    """running and waiting requests, also those that wait for the first node"""
+    """number of running and waiting requests, including those that wait for the first node"""
     queue_wait: float
     demand: float
-    """arriving work in nodes: seconds of a node's time per second, by the cost model"""
+    """arriving work in nodes, that is seconds of a node's time per second, according to the cost model"""
     backlog: float
-    """waiting work in seconds of a node's time, by the cost model"""
+    """waiting work in seconds of a node's time, according to the cost model"""
     attainment: float | None
-    """share of requests that met their SLO; None without requests or SLOs"""
+    """share of requests that met their SLO; None if there were no requests with an SLO"""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,15 +33,15 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     queue_wait: float = 1.0
     attainment: float = 0.99
     utilisation: float = 0.7
-    """share of the capacity that the demand may take, since arrivals come in bursts"""
+    """share of the capacity that the demand may use; the rest is for bursts"""
     growth: float = 2.0
-    """largest factor of one step; one more node is always allowed"""
+    """maximum factor by which one step may increase the size; one more node is always allowed"""
     up_seconds: float = 15.0
-    """time for which a larger size must be desired before the pool grows"""
+    """seconds for which a larger size must be desired before the pool grows"""
     down_seconds: float = 300.0
-    """time for which no larger size may be desired before the pool shrinks"""
+    """seconds for which the decisions must be smaller before the pool shrinks to the largest of them"""
     scale_to_zero_after: float | None = None
-    """idle time after which the last node ends; None keeps one node, whatever `min` is"""
+    """idle seconds after which the last node ends; None keeps at least one node, even if `min` is 0"""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -48,7 +50,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def desired_size(load: Load, current: int, targets: Targets) -> Decision:
-    """Returns the desired size by this load alone, within the bounds, and the reason."""
+    """Returns the desired size for this load, within the bounds, and the reason. Earlier loads are not considered."""
     if load.open_requests == 0 and load.demand == 0:
         return _bounded(Decision(0, "idle"), targets)
     options = [
@@ -76,21 +78,22 @@ def _bounded(decision: Decision, targets: Targets) -> Decision:
 
 
 class Sizer:
-    """Smooths the decisions of one pool: fast to grow, slow to shrink, and slowest to end the last node."""
+    """Smooths the decisions for one pool: it grows fast, shrinks slowly, and ends its last node most slowly."""
 
     def __init__(self, targets: Targets) -> None:
         self.targets = targets
         self._decisions: deque[tuple[float, int, int]] = deque()
-        """decisions in the longer window, as (time, size, size that counts for growth)"""
+        """decisions in the longer of both windows, as (time, size, size that counts for growth)"""
         self._started_at: float | None = None
         self._busy_at: float | None = None
         self._starting_at: float = -math.inf
 
     def decide(self, now: float, load: Load, current: int, *, starting: bool = False) -> Decision:
-        """Returns the size to request and the reason; `current` is the size that was last requested.
+        """Returns the size to request, and the reason.
 
-        With `starting` not all nodes are ready, and a queue wait does not mean that there are too few. Afterwards a
-        wait counts from that time on. `now` never decreases.
+        `current` is the size that was last requested. `starting` means that some nodes are not ready yet; a queue wait
+        then does not mean that there are too few nodes. After `starting` only the queue wait since that time counts.
+        `now` must never decrease.
         """
         if starting:
             self._starting_at = now
@@ -116,7 +119,7 @@ class Sizer:
 
     def _grown(self, now: float, decision: Decision, current: int) -> Decision:
         if current == 0:
-            return decision  # someone waits for the first node: no window
+            return decision  # requests wait for the first node: grow without a window
         smallest = min(sure for when, _, sure in self._decisions if when >= now - self.targets.up_seconds)
         if not self._known_for(now, self.targets.up_seconds) or smallest <= current:
             return Decision(current, "more nodes have not been wanted for long enough")
@@ -137,5 +140,8 @@ class Sizer:
         return after is not None and self._busy_at is not None and now - self._busy_at >= after
 
     def _known_for(self, now: float, seconds: float) -> bool:
-        """Returns True if the sizer has made decisions for `seconds`; a new one knows nothing of earlier loads."""
+        """Returns True if the sizer has made decisions for at least `seconds`.
+
+        A new sizer has no decisions for earlier loads.
+        """
         return self._started_at is not None and now - self._started_at >= seconds

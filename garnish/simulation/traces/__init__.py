@@ -1,1 +1,1 @@
-"""Traces of requests: `read` recognises their formats, and `requests` draws values that they do not state."""
+"""Traces of requests: `read` parses their formats, and `requests` draws values that a trace does not state."""

@@ -1,4 +1,4 @@
-"""Lines of a trace file, plain or gzipped, and cells of CSV lines with their columns."""
+"""Lines of a trace file, plain or gzipped, and cells of CSV lines with their position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 MAX_LINE = 1 << 20
-"""Characters of a line, at most; a day's counts of a function take a few thousand."""
+"""Maximum number of characters in a line. A function's counts of a day take a few thousand."""
 MAX_TOKENS = 10_000_000
 
 T = TypeVar("T", int, float)
@@ -40,7 +40,7 @@ class Cell:
             value = kind(self.text)
         except ValueError:
             raise self.error(f"expected a number, found {self.text[:40]!r}") from None
-        if not low <= value <= high:  # nor is NaN; a number of many digits must not become a float
+        if not low <= value <= high:  # NaN fails too; a number of many digits must not become a float
             raise self.error(f"expected {low:g} to {high:g}, found {self.text[:40]!r}")
         return value
 
@@ -49,7 +49,7 @@ class Cell:
 
 
 def read_lines(file: Path) -> Iterator[Line]:
-    """Yields the lines that are not empty. Raises TraceError, also if the file can't be read."""
+    """Yields the lines that are not empty. Raises TraceError, including for a file that can't be read."""
     number = 0
     try:
         with file.open("rb") as raw:
@@ -68,7 +68,7 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def cells(line: Line, names: list[str]) -> list[Cell]:
-    """Returns the cells of a CSV line. Raises TraceError unless their number is that of `names`."""
+    """Returns the cells of a CSV line. Raises TraceError unless there are as many cells as `names`."""
     row, column = [], 1
     texts = line.text.split(",")
     if len(texts) != len(names):
@@ -105,14 +105,17 @@ def field(line: Line, entry: dict[str, Any], name: str, low: float, high: float)
 
 
 def column_of(line: Line, name: str) -> int:
-    """Returns the column (from 1) of a field's name in a JSON line; 1 if it is not there."""
+    """Returns the column (from 1) of a field's name in a JSON line.
+
+    Returns 1 if the line does not have the field.
+    """
     return max(1, line.text.find(f'"{name}"') + 1)
 
 
 class TraceError(ValueError):
-    """An error in a trace, at `line` and `column`, which count from 1.
+    """An error in a trace, at `line` and `column`.
 
-    `column` counts characters; 0 is the line itself.
+    Both count from 1; `column` counts characters. Column 0 means the complete line.
     """
 
     def __init__(self, file: str, line: int, column: int, problem: str) -> None:

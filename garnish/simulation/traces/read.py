@@ -1,4 +1,4 @@
-"""Reads traces in their formats: those of other systems, and our own."""
+"""Readers for traces, in the formats of other systems and in that of `garnish logs --trace`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OWN_FIELDS = frozenset(TraceRequest.__struct_fields__)
 
 
 def read_trace(file: Path, options: TraceOptions) -> tuple[str, list[TraceRequest]]:
-    """Returns the format's name, and the requests by ascending time. Raises TraceError."""
+    """Returns the name of the file's format, and the requests by ascending time. Raises TraceError."""
     lines = read_lines(file)
     first = next(lines, None)
     if first is None:
@@ -58,7 +58,10 @@ def read_trace(file: Path, options: TraceOptions) -> tuple[str, list[TraceReques
 
 
 def read_azure_llm(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
-    """Reads Azure LLM inference 2023 and 2024: a row per request. Raises TraceError."""
+    """Returns the requests of an Azure LLM inference trace (2023 or 2024), which has a row per request.
+
+    Raises TraceError.
+    """
     next(lines)
     requests = Singles()
     for line in lines:
@@ -70,7 +73,7 @@ def read_azure_llm(lines: Iterator[Line], options: TraceOptions) -> list[TraceRe
 def _seconds(cell: Cell) -> float:
     """Returns the cell's time as Unix time. Raises TraceError.
 
-    The fraction is parsed separately, since Python reads six digits of a second and the trace has seven.
+    The fraction of a second is parsed separately, since it has seven digits and Python parses only six.
     """
     try:
         text, _, fraction = cell.text.partition(".")
@@ -81,9 +84,10 @@ def _seconds(cell: Cell) -> float:
 
 
 def read_maf(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
-    """Reads Azure Functions 2019: a row per function, a column per minute with its invocations. Raises TraceError.
+    """Returns the requests of an Azure Functions 2019 trace (MAF).
 
-    Inside a minute, invocations are drawn independently and uniformly (Poisson arrivals, given their number).
+    It has a row per function, with a column per minute that contains the number of invocations. Within a minute the
+    times are drawn independently and uniformly (Poisson arrivals, given their number). Raises TraceError.
     """
     counts, owners, last = _counts(lines)
     busiest = np.argsort(-counts.sum(axis=1), kind="stable")[options.skip_top :]
@@ -115,8 +119,10 @@ def read_maf(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]
 
 
 def _counts(lines: Iterator[Line]) -> tuple[np.ndarray, np.ndarray, Line]:
-    """Returns the calls of each function and minute (i64[functions, minutes]), the functions' owners (i64[functions]),
-    and the last line. Raises TraceError."""
+    """Returns (calls, owners, last line).
+
+    calls i64[functions, minutes] are numbers of calls; owners i64[functions] are indices of owners. Raises TraceError.
+    """
     line = next(lines)
     names = line.text.split(",")
     if len(names) == len(MAF_COLUMNS):
@@ -132,7 +138,10 @@ def _counts(lines: Iterator[Line]) -> tuple[np.ndarray, np.ndarray, Line]:
 
 
 def read_mooncake(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
-    """Reads Mooncake: a JSON object per request; hash_ids are not used. Raises TraceError."""
+    """Returns the requests of a Mooncake trace, which has a JSON object per request.
+
+    `hash_ids` are not used. Raises TraceError.
+    """
     requests = Singles()
     for line in lines:
         entry = fields(line)
@@ -143,12 +152,13 @@ def read_mooncake(lines: Iterator[Line], options: TraceOptions) -> list[TraceReq
 
 
 def read_own(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
-    """Reads what `garnish logs --trace` writes: a JSON object per request. Raises TraceError.
+    """Returns the requests of a trace from `garnish logs --trace`, which has a JSON object per request:
 
         {"at": 12.5, "tenant": "t1", "function": "3f0c…", "rank": 16, "prompt_tokens": 40, "output_tokens": 96}
 
-    `at` is seconds since the first request. Tenants and functions are opaque; an empty function is the base alone.
-    `bytes` (of the adapter) may be left out. Of the options only `rate` and `seconds` count.
+    `at` is seconds since the first request. Tenants and functions are opaque names; an empty function is the base
+    model. `bytes`, the size of the adapter, is optional. Of the options only `rate` and `seconds` are used. Raises
+    TraceError.
     """
     requests, names = list[TraceRequest](), dict[str, str]()
     for line in lines:
@@ -165,7 +175,7 @@ def read_own(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]
 def _request(line: Line, names: dict[str, str]) -> TraceRequest:
     """Returns the request in the line. Raises TraceError.
 
-    `names` has one string for each tenant and function, which all their requests share.
+    To save memory, all requests of a tenant or function share one string. `names` has these strings.
     """
     entry = fields(line)
     for name in entry.keys() - OWN_FIELDS:
@@ -186,10 +196,11 @@ def _request(line: Line, names: dict[str, str]) -> TraceRequest:
 
 
 def read_servegen(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
-    """Reads ServeGen: a row per client and window of 600 s. A client is a function and a tenant. Raises TraceError.
+    """Returns the requests of a ServeGen trace, which has a row per client and window of 600 s.
 
-    A window has rate * 600 requests, rounded; gaps between them are drawn from its law (Gamma or Weibull with shape
-    param1, else exponential) and scaled so that they fill the window.
+    Each client becomes a function of a separate tenant. A window has rate * 600 requests, rounded. Gaps between them
+    are drawn from the window's distribution (Gamma or Weibull with shape param1, else exponential), and scaled to fill
+    the window. Raises TraceError.
     """
     line = next(lines)
     rng, clients = np.random.default_rng((options.seed, 0)), dict[str, int]()
@@ -217,7 +228,10 @@ def read_servegen(lines: Iterator[Line], options: TraceOptions) -> list[TraceReq
 
 
 def _within(count: int, pattern: str, shape: float, rng: np.random.Generator) -> np.ndarray:
-    """Returns the times of a window's `count` requests: f64[count], seconds since the window's start, ascending."""
+    """Returns drawn times of a window's `count` requests: f64[count], seconds since the window's start, ascending.
+
+    `pattern` and `shape` are the distribution of the gaps and its shape parameter.
+    """
     if pattern == "Gamma":
         gaps = rng.gamma(shape, size=count + 1)
     elif pattern == "Weibull":
@@ -232,7 +246,7 @@ def _within(count: int, pattern: str, shape: float, rng: np.random.Generator) ->
 def _with_lengths(
     at: np.ndarray, called: np.ndarray, owners: np.ndarray, options: TraceOptions, rng: np.random.Generator
 ) -> list[TraceRequest]:
-    """Returns the requests with drawn lengths, which the trace does not state."""
+    """Returns requests with drawn prompt and output lengths, for traces that do not state them."""
     return rows(at, called, owners, chat_prompts(len(at), rng), outputs(len(at), options.mean_output, rng), options)
 
 
@@ -244,4 +258,4 @@ FORMATS: dict[str, tuple[Callable[[str], bool], Reader]] = {
     "servegen": (lambda first: first.split(",") == SERVEGEN_COLUMNS, read_servegen),
     "garnish": (lambda first: first.startswith("{") and '"at"' in first, read_own),
 }
-"""Formats by name: the test of the first line, and the reader."""
+"""Formats by name, each with a test of the trace's first line and with its reader."""

@@ -1,4 +1,4 @@
-"""Builds the requests of a trace; values that it does not state are drawn, with a seed."""
+"""Builds the requests of a trace. Values that the trace does not state are drawn with a seed."""
 
 from __future__ import annotations
 
@@ -18,40 +18,48 @@ DEFAULT_FUNCTIONS = 100
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Options of reading a trace: the part that is taken, and the distributions of values that it does not state."""
+    """Options for reading a trace: the part to use, and the distributions of values that the trace does not state.
+
+    Notes with MAF apply only to Azure Functions 2019 traces.
+    """
 
     seed: int = 0
     ranks: tuple[int, ...] = (8, 16, 32, 64)
-    """ranks of functions, assigned in turn by a drawn order"""
+    """ranks of functions; all are assigned equally often, in a random order"""
     functions: int | None = None
-    """number of functions
+    """number of functions; None is explained below
 
-    MAF: each has the counts of a function drawn from the trace. Traces that name no functions: calls follow Zipf's law
-    with exponent 1; the default is 100.
+    MAF: each function has the counts of a randomly chosen function of the trace; None uses all functions of the trace.
+    In traces without function names, calls are distributed by Zipf's law with exponent 1; None means 100.
     """
     rate: float | None = None
-    """mean requests/s; counts are scaled and drawn from Poisson's law, times of single requests are stretched"""
+    """mean requests/s to which the trace is scaled; None keeps its rate
+
+    MAF: counts per minute are scaled and then drawn from a Poisson distribution. Other traces: times are stretched.
+    """
     seconds: float | None = None
     mean_output: int = MEAN_OUTPUT
     skip_top: int = 0
     half: int | None = None
-    """MAF: every second function by calls, from the busiest (0) or the next one (1)
+    """MAF: uses every second function in descending order of calls, from the first (0) or the second (1)
 
-    A choice made on one half can be evaluated on the other.
+    Parameters that were chosen on one half can be evaluated on the other.
     """
     shifted: bool = False
-    """MAF: each of `functions` starts at its own drawn minute of the trace, so that equal functions burst apart"""
+    """MAF: True lets each function start at a random minute of the trace, so that bursts do not coincide"""
 
 
 def rank_of(options: TraceOptions, functions: int) -> np.ndarray:
-    """Returns the rank of each function (i64[functions]): all ranks equally often, in a drawn order."""
+    """Returns the rank of each function (i64[functions]): all ranks equally often, in a random order."""
     order = np.random.default_rng((options.seed, 1)).permutation(functions)
     return np.asarray(options.ranks, np.int64)[order % len(options.ranks)]
 
 
 def chat_prompts(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns n lengths of prompts (i64[n]): log-normal with 90 % at most 256 tokens and 99 % at most 1,024; cut at
-    2,048."""
+    """Returns n drawn prompt lengths in tokens (i64[n]), of at most 2,048.
+
+    They are log-normal, with 90 % at most 256 and 99 % at most 1,024.
+    """
     low, high = 1.2815515655, 2.3263478740  # the normal quantiles of 0.9 and 0.99
     sigma = log(1024 / 256) / (high - low)
     drawn = np.rint(rng.lognormal(log(256) - low * sigma, sigma, n))
@@ -59,24 +67,27 @@ def chat_prompts(n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def outputs(n: int, mean: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns n lengths of answers (i64[n]): geometric, cut at four times the mean."""
+    """Returns n drawn answer lengths in tokens (i64[n]): geometric, limited to four times the mean."""
     return np.minimum(rng.geometric(1 / mean, n), 4 * mean).astype(np.int64)
 
 
 def zipf(n: int, functions: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns the functions of n requests (i64[n]); the k-th is called in proportion to 1/k."""
+    """Returns n drawn indices of functions (i64[n]). The k-th function, from 1, has a share proportional to 1/k."""
     weight = 1 / np.arange(1, functions + 1)
     return rng.choice(functions, n, p=weight / weight.sum())
 
 
 class Singles:
-    """Requests that a trace states one by one, 24 bytes each."""
+    """Requests of a trace that lists single requests without functions; each takes 24 bytes."""
 
     def __init__(self) -> None:
         self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
 
     def add(self, line: Line, seconds: float, prompt: int, output: int) -> None:
-        """Adds a request with at least one prompt and one output token. Raises TraceError beyond MAX_REQUESTS."""
+        """Adds a request at the time `seconds`. 0 prompt or output tokens are raised to 1.
+
+        Raises TraceError beyond MAX_REQUESTS.
+        """
         if len(self._times) == MAX_REQUESTS:
             raise line.error(0, f"more than {MAX_REQUESTS} requests")
         self._times.append(seconds)
@@ -84,7 +95,7 @@ class Singles:
         self._outputs.append(max(1, output))
 
     def requests(self, options: TraceOptions) -> list[TraceRequest]:
-        """Returns the requests; functions, which the trace does not name, are drawn."""
+        """Returns the requests with drawn functions."""
         times = np.array(self._times)
         order, times = arrivals(times - times.min(initial=np.inf), options, options.rate)
         count = options.functions or DEFAULT_FUNCTIONS
@@ -94,9 +105,9 @@ class Singles:
 
 
 def arrivals(times: np.ndarray, options: TraceOptions, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices (i64[n]) and times (f64[n], seconds, ascending) of the requests that are taken.
+    """Returns the indices (i64[n]) and times (f64[n], seconds, ascending) of the requests to use.
 
-    Times are stretched to the mean `rate` if one is given, and cut after `options.seconds`.
+    With `rate` times are stretched to this mean number of requests/s. Requests from `options.seconds` on are left out.
     """
     order = np.argsort(times, kind="stable")
     times = times[order]
@@ -115,9 +126,10 @@ def rows(
     outputs: np.ndarray,
     options: TraceOptions,
 ) -> list[TraceRequest]:
-    """Returns the requests in the columns, with drawn ranks.
+    """Returns the requests from columns with an entry per request, with drawn ranks.
 
-    `times` ascend. `called` i64[n] has functions, `owners` i64[functions] has tenants.
+    `times` f64[n] are ascending seconds. `called` i64[n] are indices of functions, and `owners` i64[functions] are
+    indices of tenants. `prompts` and `outputs` i64[n] are in tokens.
     """
     ranks, names = rank_of(options, len(owners)).tolist(), [f"f{i}" for i in range(len(owners))]
     tenants = [f"t{owner}" for owner in owners.tolist()]
