@@ -20,12 +20,12 @@ TOLERANCE = 1e-6
 
 
 class AliasChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An earlier target of an alias, since Unix time `when`."""
+    """An earlier target of an alias. It became the target at Unix time `when`."""
 
     weights: dict[str, float]
     when: float
     back: int | None = None
-    """Same as `Alias.back`."""
+    """Value of `Alias.back` while this was the target."""
 
 
 class Alias(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,8 +83,8 @@ def rolled_back(alias: Alias, listed: Collection[str], now: float, keep: int = M
 
 
 def history_room(aliases: int) -> int:
-    """Returns the maximum number of earlier targets for each of `aliases` aliases of a function. It is bounded because
-    they are read with every function.json."""
+    """Returns the maximum number of earlier targets for each of `aliases` aliases of a function. The number is bounded,
+    because these targets are stored in function.json and read with it."""
     return max(MIN_HISTORY, min(MAX_HISTORY, 10 * MAX_HISTORY // max(1, aliases)))
 
 

@@ -72,7 +72,8 @@ class _Function:
         self.removed: dict[str, float] = {}
 
     def met(self, version: int, info: ObjectInfo, data: bytes) -> FoundVersion:
-        """Returns the version of a manifest that was read, and removes it from `unmet`."""
+        """Returns the version whose manifest was read: `version` is its number, and `data` the manifest. Removes it
+        from `unmet`."""
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
         except msgspec.DecodeError:

@@ -3,11 +3,11 @@
 Orphans are left by deploys that died and by deletions. The run first records everything that is listed, and then
 removes objects. An error while recording means that nothing is removed.
 
-Ages count from the start of the run. A deploy rewrites existing content that is more than half as old, so an unlisted
-object that is old enough at the start is not needed by a running deploy. Content rewritten since then is young: each
-object's age is checked again before its removal. A deploy that writes between that check and the removal finds the
-object missing before it lists the version, and writes it again. A recently unlisted version is kept, because calls of
-it may still load it. All times are by the store's clock.
+Ages count from the start of the run. A deploy rewrites existing content that is older than half of ORPHAN_SECONDS. A
+running deploy therefore does not need an unlisted object that is ORPHAN_SECONDS old at the start. Content rewritten
+since then is young: each object's age is checked again before its removal. A deploy that writes between that check and
+the removal finds the object missing before it lists the version, and writes it again. A recently unlisted version is
+kept, because calls of it may still load it. All times are by the store's clock.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def collect(
 
 
 def _record_needs(version: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
-    """Records the digest and files of the version in `needed`, or its manifest in `manifests` if that is an orphan.
-    Raises CorruptArtifact when a listed version's manifest is missing or unreadable."""
+    """Records the digest and files of the version in `needed`, or its manifest in `manifests` if no function lists the
+    version. Raises CorruptArtifact when a listed version's manifest is missing or unreadable."""
     young = version.removed >= before or (version.info is not None and version.info.modified >= before)
     if version.entry is None and version.info is not None and not young:
         manifests.put(version.key, str(version.info.size))

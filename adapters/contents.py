@@ -29,12 +29,12 @@ REWRITE_SECONDS = 12 * 3600.0
 MAX_FAILURES = 1000
 """Maximum number of remembered failures to build artifacts."""
 DAMAGED_SECONDS = 30.0
-"""Time for which damaged files are not read again; after it they may have been repaired."""
+"""Seconds for which damaged files are not read again. After that they may have been repaired."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why an artifact can't be built, and the time until which that is not tried again."""
+    """Reason why an artifact can't be built, and the time until which no new attempt is made."""
 
     error: Unmakeable
     until: float
@@ -114,8 +114,8 @@ class Contents:
         return problem
 
     def failure(self, digest: str) -> Failure | None:
-        """Returns the last failure to build the artifact, which spares another attempt: each reads all tensors. Returns
-        None if no attempt failed, or another artifact has been stored since."""
+        """Returns the last failure to build the artifact. Returns None if no attempt failed, or if another artifact has
+        been stored since. Failures are remembered because each attempt reads all tensors."""
         failure = self._failures.get(digest)
         return failure if failure is not None and failure.written == self._written(digest) else None
 

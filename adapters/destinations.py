@@ -22,8 +22,8 @@ class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 def check_destination(destination: Destination | None, field: str) -> None:
-    """Raises InvalidRequest, which names the field, for a malformed destination. The function or host may not exist:
-    that shows only when it is used."""
+    """Raises InvalidRequest, which names the field, for a malformed destination. Does not check that the function or
+    the host exists."""
     if destination is None:
         return
     if (destination.webhook is None) == (destination.function is None):

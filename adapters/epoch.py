@@ -5,8 +5,8 @@ that no change was committed until then. That holds for every writer, even one t
 others, or that shares no Redis with the reader. A read of a marked record may be older than the commit, so the record
 is read again for DIRTY_SECONDS.
 
-A gateway that reads the epoch for the first time, or has missed marks, uses their times to decide which still count.
-`since` shows whether dropped marks still count.
+A gateway that reads the epoch for the first time, or has missed marks, decides by the marks' times which records it
+must still read again. `since` shows whether that holds for records of dropped marks too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPOCH_KEY = "epoch.json"
 MAX_MARKS = 200
 """Maximum number of stored marks, of some 100 bytes each; the newest are kept."""
 MARK_SECONDS = 20.0
-"""Time for which a mark covers attempts to commit; after it the writer marks again."""
+"""Seconds after its mark in which a writer may try to commit. A writer that needs longer marks the record again."""
 DIRTY_SECONDS = 120.0
 """Time for which a marked record is read again. It covers MARK_SECONDS and the longest time of one write to the store,
 with a safety factor of about two."""
@@ -75,8 +75,9 @@ def read_epoch(store: ObjectStore) -> Epoch:
 
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
-    """Adds a mark to the epoch: the record under `key` is about to change. With `ended`, the reason, generations of its
-    function end too; `number` is then the deduplication id. Raises StoreUnavailable."""
+    """Adds a mark to the epoch: the record under `key` is about to change. If `ended` is not empty, the function's
+    running generations end for this reason, and `number` is the deduplication id of the message. Raises
+    StoreUnavailable."""
 
     def marked(current: Epoch | None) -> Epoch:
         now = store.now()

@@ -19,8 +19,8 @@ from adapters.store import ObjectStore
 
 
 class FunctionChanges:
-    """Changes functions' records in the store. Methods block, and may be called from any thread. `matches`: generations
-    of which the function must have one (None: any)."""
+    """Changes functions' records in the store. Methods block, and may be called from any thread. `matches` are the
+    generations that the function's record may have; None allows any."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store

@@ -20,7 +20,7 @@ MAX_ALIASES = 1000
 """Maximum number of aliases of a function. Every uncached call reads function.json, so its size must be bounded."""
 
 REMOVED_SECONDS = 48 * 3600.0
-"""Time for which a removed version is remembered, longer than any call waits for it."""
+"""Seconds for which a removed version is remembered. No call waits for a version that long."""
 
 MAX_TEMPLATE = 1 << 15
 """Maximum length of a chat template in characters, twice that of the longest known model's."""

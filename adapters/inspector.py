@@ -20,7 +20,7 @@ WAIT_SECONDS = 60.0
 """Maximum time to wait for earlier adapters."""
 ANSWER_SECONDS = 60.0
 """Maximum time to wait for one answer, including the start of the process. The process's own limits are in CPU time.
-This limit ends the wait on a host that gives the process next to none."""
+This limit ends the wait on a host that gives the process almost no CPU time."""
 
 
 class Inspector:

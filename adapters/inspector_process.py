@@ -1,8 +1,8 @@
 """The process that inspects adapters' configs and headers for a gateway, started by adapters.inspector.
 
-Both are untrusted, and a few bytes of JSON or of a regular expression can take much memory and time. Here they take
-those of a separate process with low priority. It handles one adapter at a time, and is killed when it exceeds its
-limits.
+Configs and headers are untrusted, and a few bytes of JSON or of a regular expression can take much memory and time.
+They are therefore read in this separate process with low priority. The process handles one adapter at a time, and is
+killed when it exceeds its limits.
 """
 
 from __future__ import annotations

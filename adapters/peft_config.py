@@ -15,7 +15,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
 MAX_PATTERNS = 2048
-"""Maximum number of entries in one rank or alpha pattern, more than seven projections of 256 layers can use."""
+"""Maximum number of entries in one rank or alpha pattern. It is more than 7 x 256, the number of projections of a model
+with 256 layers."""
 
 SERVED = (
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules"),

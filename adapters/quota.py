@@ -1,9 +1,9 @@
 """Limits on the number and size of a tenant's adapters, enforced by all gateways together.
 
-Only tenants with such a limit are counted. `Tenant.held` is an upper bound, which every deploy raises by
-compare-and-swap before it writes anything. Racing deploys thus can't exceed the limit together, and a deploy need not
-read all functions. A deploy that dies, or whose outcome is unknown, leaves the bound too high, never too low. When the
-bound would refuse a deploy and may be too high, the functions are counted again.
+Only the adapters of tenants with such a limit are counted. `Tenant.held` is an upper bound, which every deploy raises
+by compare-and-swap before it writes anything. Racing deploys thus can't exceed the limit together, and a deploy need
+not read all functions. If a deploy dies, or its outcome is unknown, the bound stays too high, but is never too low.
+When the bound would refuse a deploy and may be too high, the functions are counted again.
 """
 
 from __future__ import annotations
@@ -217,8 +217,9 @@ def _check(limits: Limits, usage: QuotaUsage, size: int) -> None:
 
 
 def _must_count(usage: QuotaUsage, now: float) -> bool:
-    """Returns whether the functions must be counted before a deploy. That is so if they were never counted, or not
-    since all running deploys have known the limit."""
+    """Returns whether the functions must be counted before a deploy. They must be if they were never counted. They also
+    must be once HOLD_SECONDS have passed since the limits were set, if there was no count after that time. Deploys that
+    began before the limits were set may be missing in earlier counts."""
     known_to_all = usage.since + HOLD_SECONDS
     return usage.counted is None or usage.counted < known_to_all < now
 

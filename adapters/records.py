@@ -21,8 +21,8 @@ from adapters.errors import Conflict, CorruptRecord, NotFound, PreconditionFaile
 from adapters.store import Object, ObjectStore
 
 ATTEMPTS = 100
-"""Maximum number of attempts at one change. Each round of a race has one winner, so this bounds the number of racing
-writers."""
+"""Maximum number of attempts at one change. In each round of a race one writer succeeds, so a change succeeds among up
+to this many racing writers."""
 
 SECTION_DEPTH = 2
 """Number of nesting levels whose unknown fields are kept: the record and its sections."""

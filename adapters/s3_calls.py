@@ -133,8 +133,8 @@ class S3Calls:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _judge(self, error: Exception, answers: Collection[int], doubt: bool) -> bool:
-        """Returns whether this or an earlier attempt of the call may have taken effect, when the call may be retried.
-        Raises Refused or StoreUnavailable when it may not."""
+        """Returns whether this or an earlier attempt of the call may have taken effect. Raises Refused or
+        StoreUnavailable when the call may not be retried."""
         if isinstance(error, ClientError):
             status, code = status_and_code(error)
             if status in answers and code != "NoSuchBucket":

@@ -2,8 +2,8 @@
 functions.
 
 A writer of a policy records its function here before it commits. The leader removes a function that turns out to have
-no windows, but only when no writer can still be about to commit. If a writer comes in between, compare-and-swap lets it
-win.
+no windows, but only when no writer can still be about to commit. If a writer records the function at the same time, the
+removal is repeated on the new list, and keeps the function.
 """
 
 from __future__ import annotations

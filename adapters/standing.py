@@ -2,8 +2,9 @@
 concurrency and `prefetch`.
 
 Copies, idle limits and `prefetch` of all functions are in one object, so that the leader need not read all records.
-Reserved places are in the tenant's record, which every call reads. Both are claimed before a policy is committed, so
-that it is refused if the sum does not fit. Afterwards both are updated from the committed record.
+Reserved concurrency is in the tenant's record, which every call reads; one place is one concurrent generation. Both are
+claimed before a policy is committed, so that the policy is refused if the sum does not fit. Afterwards both are updated
+from the committed record.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     idle_ttl: float | None = None
     digests: tuple[str, ...] = ()
     reserved: int = 0
-    """Number of reserved places."""
+    """Number of concurrent generations reserved for the function."""
     prefetch: bool = True
     """True: forecasts may load the function's adapters on nodes."""
 
     def matches(self, policy: Policy) -> bool:
-        """Returns whether the entry matches the standing part of the policy."""
+        """Returns whether the entry has the values of the policy's standing part."""
         return _entry_from_policy(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
 
 
@@ -169,8 +170,8 @@ def stands_in(policy: Policy) -> bool:
 
 
 def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRecord, memory: Memory) -> None:
-    """Claims the reserved places and the standing part of the changed policy, if there is room. Raises Conflict, which
-    states the sum that does not fit."""
+    """Claims the reserved concurrency and the standing part of the changed policy. Raises Conflict, which states the
+    sum that does not fit."""
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
     if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:
@@ -264,8 +265,8 @@ def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
 
 
 def _claimed(current: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
-    """Returns the tenant's record with `places` reserved for the function. Raises Conflict when the tenant may not have
-    that many, or too many of its functions have reserved places."""
+    """Returns the tenant's record with `places` concurrent generations reserved for the function. Raises Conflict when
+    the sum exceeds the tenant's limit, or when more than MAX_RESERVED functions have a reservation."""
     current = current or Tenant(tenant)
     changed = _with_reserved(current, name, places)
     limit, total = current.limits.concurrent, sum(changed.reserved.values())
@@ -277,8 +278,8 @@ def _claimed(current: Tenant | None, tenant: str, name: str, places: int) -> Ten
 
 
 def _with_reserved(record: Tenant, name: str, places: int) -> Tenant:
-    """Returns the tenant's record with `places` reserved for the function. Returns the same object if nothing changes,
-    or the tenant is deleted."""
+    """Returns the tenant's record with `places` concurrent generations reserved for the function. Returns the same
+    object if nothing changes, or the tenant is deleted."""
     if record.deleted or record.reserved.get(name, 0) == places:
         return record
     rest = {function: count for function, count in record.reserved.items() if function != name}

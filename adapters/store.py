@@ -108,8 +108,8 @@ class ObjectStore(Protocol):
         """
 
     def missing(self, keys: Sequence[str]) -> Sequence[str]:
-        """Returns those of these objects, written by the caller, that no longer exist. The others can't be removed any
-        more by a `delete_older` that began before. Waits for removals in progress."""
+        """Returns the keys among `keys` whose objects, which the caller wrote, no longer exist. Waits for removals in
+        progress. The other objects can no longer be removed by a `delete_older` that began before."""
 
 
 def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:

@@ -27,8 +27,8 @@ MAX_START_KEYS = 50
 gateways may have separate local states."""
 
 MAX_RESERVED = 32
-"""Maximum number of functions of one tenant with reserved concurrency, since each call checks the places of all of
-them."""
+"""Maximum number of functions of one tenant with reserved concurrency, since each call checks the reservations of all
+of them."""
 
 MAX_WEBHOOK_HOSTS = 100
 WebhookHost = Annotated[str, Meta(min_length=1, max_length=253)]
@@ -323,7 +323,8 @@ def _check_undeclared(record: Tenant) -> None:
 
 
 def _check_reserved(record: Tenant, concurrent: int | None) -> None:
-    """Raises Conflict if `concurrent` is lower than before and than the sum that the functions have reserved."""
+    """Raises Conflict if `concurrent` is lower than before, and also lower than the sum of the functions'
+    reservations."""
     before, total = record.limits.concurrent, sum(record.reserved.values())
     if concurrent is not None and concurrent < total and (before is None or concurrent < before):
         raise Conflict(
@@ -350,8 +351,8 @@ def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]
 
 def _without_surplus(keys: tuple[KeyRecord, ...], used: Collection[str]) -> tuple[KeyRecord, ...]:
     """Returns the keys without surplus ones that starting services created; the same object if there are none. The
-    first such key stays, since it was most likely handed on. The newest ones, and those whose ids are in `used`, stay
-    too."""
+    first such key stays, since it is the one that was most likely given to others. The newest ones, and those whose ids
+    are in `used`, stay too."""
     by_age = sorted((key for key in keys if key.made_by == "start"), key=lambda key: key.created)
     surplus = {key.key_id for key in by_age[1 : 1 - MAX_START_KEYS]} - set(used)
     return tuple(key for key in keys if key.key_id not in surplus) if surplus else keys
