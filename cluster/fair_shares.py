@@ -99,8 +99,8 @@ class Counters:
 
 
 class FairShares:
-    """Counters of tenants and, within each tenant, of its functions. A tenant's service is divided by its weight; its
-    functions share equally."""
+    """Counters of tenants and, within each tenant, of its functions. A tenant's service is divided by the tenant's
+    weight. The functions of a tenant have equal weights."""
 
     def __init__(self) -> None:
         self.reset()

@@ -37,7 +37,7 @@ LINGER_BYTES = 1 << 30
 """Maximum number of bytes of a refused body that are read and dropped after the answer. Unread bytes would reset the
 connection, often before the sender has read the answer. This is twice the largest body accepted by default."""
 LINGER_HEAD_BYTES = 1 << 20
-"""Same limit in bytes for data that is not a valid request, or whose head is too large."""
+"""Same limit as LINGER_BYTES, for data that is not a valid request and for requests whose head is too large."""
 LINGER_SECONDS, LINGER_IDLE_SECONDS = 60.0, 5.0
 """Maximum time of lingering (reading and dropping) in all, and without receiving any byte."""
 

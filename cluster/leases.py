@@ -1,7 +1,7 @@
-"""Leases: of several processes that could do a task, one may do it for as long as it renews its lease.
+"""Leases: of several processes, only the one that holds the lease of a task may do this task.
 
-A lease that is not renewed expires. Its holder counts the time from before its request, so that it stops sooner than
-another process can begin.
+A lease that is not renewed expires. The holder measures the time from before it sends its request. It therefore stops
+before another process can begin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Lease(msgspec.Struct, frozen=True):
     holder: str
     """Process that holds the lease; empty: nobody."""
     seconds: float
-    """Time until the lease expires."""
+    """Seconds until the lease expires."""
 
 
 NOBODY = Lease("", 0.0)

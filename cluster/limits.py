@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import msgspec
 
 IDLE_BUCKETS = 1000
-"""Number of buckets above which full ones are removed."""
+"""Number of stored buckets above which full ones are removed."""
 LONGEST_WAIT = 1e9
 """Upper bound on a reported waiting time, in seconds, for rates near 0."""
 
@@ -121,8 +121,8 @@ class Bucket:
 
 
 class MemoryLimits:
-    """Limits kept by one process. Each call is taken or settled in one step, without awaiting. `share` returns the
-    fraction of each limit that this process may use; at least one place is allowed."""
+    """Limits kept by one process. `take` and `settle` never suspend, so no other task runs in between. `share` returns
+    the fraction of each limit that this process may use; at least one place is allowed."""
 
     def __init__(self, clock: Callable[[], float], share: Callable[[], float] = lambda: 1.0) -> None:
         self._clock = clock

@@ -114,8 +114,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ids of tokens that another node has already generated and sent for this request. They count as output, also for
     `max_tokens`. This node continues after them and sends only further tokens."""
     reserved: int = 0
-    """Number of places reserved for the request's function. In a full queue the request may displace the tenant's calls
-    of other functions, while fewer calls of that function than this wait there."""
+    """Number of concurrent generations reserved for the request's function. In a full queue the request may displace
+    calls of the tenant's other functions. It may do so only while fewer than `reserved` calls of this function wait
+    there."""
     place: int = 0
     """Number of the place reserved for the request (cluster.received); 0: the place has no number."""
     v: int = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)  # a plain default would not be sent
@@ -176,23 +177,25 @@ class ColdStart(msgspec.Struct, frozen=True):
     plan: str
     """Loading strategy: none, wait, pipeline or assist."""
     load: float
-    """Duration of the load; 0: the load had not ended when the request did. The same holds for `fetch`."""
+    """Duration of the load in seconds. 0 means that the load had not ended when the request did; the same holds for
+    `fetch`."""
     exposed: float
     fetch: float = 0.0
-    """Part of `load` until the adapter was in the node's host memory."""
+    """Part of `load`, in seconds, until the adapter was in the node's host memory."""
     layers_cpu: int = 0
     layers_device: int = 0
-    """Layers whose adapter part was computed on the CPU (`layers_cpu`) or on the device. They are summed over the
-    prompt chunks that began before the load had ended."""
+    """Number of layers whose adapter part was computed on the device; `layers_cpu` is the number on the CPU. Both are
+    sums over the prompt chunks that began before the load had ended."""
     replays: int = 0
     """Number of prompt chunks computed again because a CPU worker failed."""
     forecast: float = 0.0
-    """Value of `exposed` that the node had planned with."""
+    """Seconds that the node had forecast for `exposed` when it chose the plan."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Durations (seconds) of a request on the node. `queue` is the time in the queue, without waiting for its adapter's
-    bytes alone. `prefill` is the time from then to the first token. `total` is the time on the node in all."""
+    """Durations (seconds) of a request on the node. `queue` is the time in the queue, less the time in which the
+    request waited only for its adapter's bytes. `prefill` is the rest of the time to the first token, including that
+    wait. `total` is the whole time on the node."""
 
     queue: float
     prefill: float

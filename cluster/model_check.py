@@ -9,17 +9,18 @@ import msgspec
 from cluster.performance_model import PerformanceModel
 
 MAX_SECONDS = 1e6
-"""Maximum coefficient or latency: larger values can't be measurements. The limit keeps sums of products finite."""
+"""Maximum coefficient or latency, in seconds: larger values can't be measurements. The limit keeps sums of products
+finite."""
 MIN_BANDWIDTH = 1.0
 """Minimum bandwidth of a transfer, in bytes per second."""
 
 OFF = 1.3
-"""Ratio of observed to forecast time above which a model counts as far off; below the inverse too."""
+"""Ratio of observed to forecast time above which a model counts as far off. A ratio below 1 / OFF is far off too."""
 
 
 def is_off(ratio: float | None) -> bool:
-    """Returns whether a node's performance model is far off. `ratio` is the node's `forecast_ratio`; None, without
-    measured passes, is not far off."""
+    """Returns whether a node's performance model is far off. `ratio` is the node's `forecast_ratio`. None, the value
+    before the first measured pass, is not far off."""
     return ratio is not None and not 1.0 / OFF <= ratio <= OFF
 
 

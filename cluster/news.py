@@ -18,9 +18,9 @@ from cluster.performance_model import PerformanceModel
 from cluster.received import Received
 
 RECORD_INTERVAL = 0.2
-"""Time between two reports of a node."""
+"""Seconds between two reports of a node."""
 RECORD_EXPIRY = 2.0
-"""Time after which a node that has sent no report counts as gone."""
+"""Seconds without a report after which a node counts as gone."""
 WHOLE = -1
 ABSENT_TIER = "absent"
 

@@ -157,7 +157,8 @@ def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> 
 
 
 def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
-    """Returns the seconds that waiting prompts add to the prefill pass of a newly arriving prompt."""
+    """Returns the seconds that waiting prompts add to the prefill pass of a newly arriving prompt. `tokens` and
+    `token_ranks` are sums over the waiting prompts."""
     return model.per_token * tokens + model.per_token_rank * token_ranks
 
 

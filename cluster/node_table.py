@@ -44,8 +44,8 @@ ROW = np.dtype(
         ("modelled", "?"),  # the node has a usable performance model; else it is ASSUMED
         ("max_context", "i8"),
         ("requests", "f8"),  # running, queued and reserved
-        ("best_effort", "f8"),  # of them
-        ("max_rank", "f8"),  # of them
+        ("best_effort", "f8"),  # best-effort ones among `requests`
+        ("max_rank", "f8"),  # largest adapter rank among `requests`
         ("capacity", "f8"),  # maximum batch rows; infinite where not reported
         ("kv_tokens", "f8"),
         # Two values each: for other requests, and for strict ones, to which best effort gives up its places.
@@ -54,9 +54,9 @@ ROW = np.dtype(
         ("prompt_wait", "f8", 2),  # seconds that waiting prompts add to a new one's pass
         ("tightest_tpot", "f8", 2),  # seconds, of all and of strict requests; infinite without a promise
         ("strict_saved", "f8"),  # seconds by which a step is shorter while best effort pauses as often as it may
-        ("decode_there", "f8"),  # seconds of a step of all its requests, whatever their number
+        ("decode_there", "f8"),  # seconds of a step of all `requests`, even if they exceed `capacity`
         ("decode_base", "f8"),
-        ("decode_next_row", "f8"),  # seconds that one more row adds to it
+        ("decode_next_row", "f8"),  # seconds that one more row adds to that step
         ("decode_per_row", "f8"),  # the same beyond `flat_rows`
         ("flat_rows", "i8"),
         ("decode_per_context", "f8"),
@@ -77,7 +77,8 @@ ROW = np.dtype(
 """Columns that are computed from a node's record, the places reserved on it and its performance model."""
 COLUMNS = ("live", "last_seen", *(ROW.names or ()))
 STANDARD, STRICT = range(2)
-"""Indices into the columns with two values."""
+"""Indices into the columns of ROW that have two values per node. STANDARD is the value for standard and best-effort
+requests, STRICT the value for strict requests."""
 
 
 ASSUMED = PerformanceModel(
@@ -127,7 +128,7 @@ class NodeTable:
         self._models = [ASSUMED] * capacity
         self._serving: dict[str, Serving] = {}
         """Cache of the nodes that serve each base. It is cleared when a node is added, expires, is removed, or changes
-        a field that counts for it. Most records change none of these."""
+        one of the fields that `_counts` returns. Most records change none of these."""
         self.now = math.nan
         """Time of the last read of the table, by the clock of `last_seen`. It is NaN where the owner does not set
         it."""

@@ -20,12 +20,13 @@ MAX_ERROR = 0.1
 """Median held-out error (relative) up to which a model is accepted whatever its R^2. R^2 is low when all steps take
 about the same time."""
 MAX_ERROR_IDLE = 0.25
-"""Same limit for measurements that a node makes while idle: the alternative is a model of another machine."""
+"""Same limit as MAX_ERROR, for measurements that a node makes while idle. It is higher because the alternative is a
+model of another machine."""
 FOLDS = 5
 MIN_SAMPLES = 12
 """Minimum number of measured configurations."""
 MAX_SET_ASIDE = 0.05
-"""Maximum fraction of configurations that R^2 may leave out as disturbed. The report has their number."""
+"""Maximum fraction of configurations that R^2 may leave out as disturbed. `Quality.set_aside` has their number."""
 FAR = 6.0
 """Number of robust standard deviations above which a configuration counts as disturbed."""
 HUBER = 1.345
@@ -35,12 +36,14 @@ MIN_ERROR = 1e-9
 DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
 AGAIN = "Measure again while the host does nothing else."
 LARGEST_ERROR = 0.5
-"""Upper bound on a single held-out error (relative). Thus one disturbed pass decides neither the rank term nor the flat
-rows."""
+"""Upper bound on a single held-out error (relative). Thus one disturbed pass decides neither the rank term nor
+`DecodeModel.flat_rows`."""
 FLAT_ROWS = (2, 4, 8, 16, 32, 64, 128)
-"""Candidate values of `flat_rows` in a decode fit; used if more rows than that were measured."""
+"""Candidate values of `DecodeModel.flat_rows`, the number of rows that cost no more than one, in addition to 0. A
+candidate is tried only if steps with more rows were measured."""
 MIN_GAIN = 0.05
-"""Fraction by which flat rows must reduce the held-out error, so that they are not chosen by chance."""
+"""Fraction by which a candidate of FLAT_ROWS must reduce the held-out error of `flat_rows` = 0. Below it 0 is used,
+since the gain may be chance."""
 
 
 class BadSample(ValueError):

@@ -6,8 +6,8 @@ load(n)    = latency + n / bandwidth, shared by the transfers in flight
 
 All times are in seconds. R(S) depends on the LoRA kernel. For BGMV it is |S| times the largest rank of the batch
 (Toppings, section 5). For MBGMV it is the sum of the ranks of the requests, or of the distinct adapters, whichever
-predicts held-out steps better. A few rows take no longer than one, as long as reading the base's weights takes longer
-than computing with them.
+predicts held-out steps better. A step of up to flat_rows rows takes no longer than a step of one row, because reading
+the base's weights then takes longer than computing with them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Returns the text with control characters replaced, except for tabs and line breaks. They could move the cursor or
-    rename the window."""
+    """Returns the text with control characters replaced, except for tabs and line breaks. Control characters could move
+    the cursor, or rename the terminal window."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

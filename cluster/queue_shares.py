@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 
 def room_for_others(queue_limit: int) -> int:
-    """Returns the number of places beyond a queue's limit. They are for requests on their way that will displace a
-    queued one."""
+    """Returns the number of requests that may be on their way to a node beyond its `queue_limit`. Each of them will
+    displace a queued request."""
     return max(4, queue_limit // 8)
 
 

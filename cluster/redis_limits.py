@@ -14,7 +14,7 @@ from cluster.limits import Call, MemoryLimits, Refusal
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
 PLACES_SECONDS = 7200
-"""Time for which an owner's counts of places are kept without a change; longer than a call may last."""
+"""Seconds for which an owner's counts of places are kept without a change. No call lasts that long."""
 OWNERS_TOGETHER = 500
 """Number of owners whose places one run of the script recounts."""
 
@@ -55,8 +55,8 @@ class Gate:
 
 
 class RedisLimits:
-    """Limits in Redis. While Redis is away each limit is divided among the workers that were alive when it went away.
-    `workers`, the number of workers of this gateway, is the least divisor."""
+    """Limits in Redis. While Redis is away each limit is divided by the number of workers that were alive when it went
+    away, or by `workers` if that is greater. `workers` is the number of workers of this gateway."""
 
     def __init__(self, link: RedisLink, workers: int) -> None:
         self._link = link

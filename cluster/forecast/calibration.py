@@ -35,8 +35,8 @@ def log_loss(chances: Array, outcomes: Array) -> Array:
 
 
 class Calibration:
-    """Counts of how often calls came after each log-odds, by predictor and horizon. An outcome is split between the two
-    nearest bins, in proportion to nearness. Between bins the frequency is interpolated linearly."""
+    """Counts of how often calls came after forecasts of each log-odds, by predictor and horizon. An outcome is split
+    between the two nearest bins, in proportion to nearness. Between bins the frequency is interpolated linearly."""
 
     def __init__(self, horizons: int, predictors: int) -> None:
         centres = np.linspace(-FARTHEST, FARTHEST, BINS)

@@ -27,9 +27,10 @@ class IdleTimes:
     def __init__(self, table: FunctionTable) -> None:
         self._last_call = table.last_call
         self._counts = table.column((len(EDGES_S),))
-        """Weight of each function's idle times that were longer than each edge."""
+        """Weights f32[functions, edges] of each function's idle times that were longer than each edge."""
         self._shared = np.arange(len(EDGES_S), 0.0, -1.0)
-        """Same weights over all functions, starting with one idle time in each bin."""
+        """Weights f64[edges] of all functions' idle times that were longer than each edge. At first there is one idle
+        time in each bin."""
 
     def observe(self, second: Second) -> None:
         longer = second.idle[:, None] > EDGES_S

@@ -1,4 +1,4 @@
-"""Predictor that runs an LSTM network over the last windows of each function's calls."""
+"""Predictor that runs an LSTM network over the numbers of each function's calls in its last STEPS windows of time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.forecast.table import Array, FunctionTable
 
 WINDOW_S = 30.0
 STEPS = 10
-"""Number of windows that the network reads."""
+"""Number of ended windows that the network reads; a window is a fixed time in which calls are counted."""
 OBSERVE_EVERY_S = 5.0
 OBSERVED = 32
 """Number of functions drawn at random every OBSERVE_EVERY_S as training observations."""
@@ -32,19 +32,19 @@ class _Waiting:
     at: float
     lot: Observations
     horizon: int = 0
-    """Index of the next horizon that ends."""
+    """Index into HORIZONS_S of the next horizon that ends."""
 
 
 class Lstm:
-    """Predictor that runs the network over every function's last windows when a window ends, and its readout every
-    second."""
+    """Predictor that runs the LSTM network over the last STEPS windows of every function. The network runs each time a
+    window ends, and its readout runs at each forecast."""
 
     def __init__(self, table: FunctionTable, trainer: TrainerLike | None = None, window_s: float = WINDOW_S) -> None:
         """Creates a predictor with this `trainer`, or with a new one of random parameters."""
         self._table, self._window_s = table, window_s
         self._trainer: TrainerLike = trainer or Trainer(draw_parameters(np.random.default_rng(0)))
         self._counts = table.column((STEPS + 1,))
-        """Calls in each of the last windows and in the current one."""
+        """Number of calls f32[functions, STEPS + 1] in each of the last STEPS windows and, last, in the current one."""
         self._state = table.column((UNITS,))
         self._rate = table.column()
         self._begin: float | None = None
@@ -86,7 +86,7 @@ class Lstm:
             self._counts.live[:, -1] = 0
 
     def _refresh(self) -> None:
-        """Runs the network over the last windows of every function."""
+        """Runs the network over the last STEPS windows of every function."""
         parameters = self._trainer.parameters
         none = np.zeros((1, STEPS, FEATURES), np.float32)
         self._new_state = states(parameters, none, parameters["embedding"][None])[0]
@@ -99,7 +99,7 @@ class Lstm:
         self._state.live[first_row : first_row + len(keys)] = self._new_state
 
     def _windows(self, rows: slice | Array) -> Array:
-        """Returns the features of the last windows, f32[functions, STEPS, FEATURES]."""
+        """Returns the features of the last STEPS windows, f32[functions, STEPS, FEATURES]."""
         counts = self._counts.live[rows, :-1]
         return np.stack([np.log1p(counts), (counts > 0).astype(np.float32)], axis=2)
 

@@ -39,8 +39,8 @@ def draw_parameters(rng: np.random.Generator) -> Parameters:
 
 
 def states(parameters: Parameters, windows: Array, embedding: Array) -> Array:
-    """Returns the upper layer's state [n, UNITS] after the last step. `windows` is [n, steps, FEATURES]; `embedding` is
-    [n, EMBEDDING]."""
+    """Returns the upper layer's state [n, UNITS] of n functions after the last step. `windows` is [n, steps, FEATURES];
+    `embedding` is [n, EMBEDDING]."""
     zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
     lower = upper = zero, zero
     for step in range(windows.shape[1]):
@@ -51,7 +51,7 @@ def states(parameters: Parameters, windows: Array, embedding: Array) -> Array:
 
 
 def read_out(parameters: Parameters, state: Array, moment: Array) -> Array:
-    """Returns log-odds [n, horizons]. `state` is [n, UNITS]; `moment` is [n, MOMENT]."""
+    """Returns the log-odds [n, horizons] of calls of n functions. `state` is [n, UNITS]; `moment` is [n, MOMENT]."""
     odds: Array = np.concatenate([state, moment], axis=1) @ parameters["readout"] + parameters["readout_bias"]
     return odds
 

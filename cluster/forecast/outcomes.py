@@ -10,7 +10,8 @@ from cluster.forecast.chances import HORIZONS_S
 from cluster.forecast.table import Array, FunctionTable
 
 SLOTS = (1, 5, 5, 5)
-"""Number of forecasts of each horizon that wait at once. One is recorded every horizon / slots seconds."""
+"""Number of forecasts of each horizon that wait for their outcomes at once. A forecast is recorded every (horizon /
+this number) seconds."""
 TOLERANCE_S = 0.5
 """Maximum delay of an outcome's check after the end of its horizon. A later one is dropped, because calls since then
 would count too."""
