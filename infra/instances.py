@@ -99,9 +99,9 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
     """Returns the minimal device memory of a node.
 
-    `config` is the base model's config.json, and `dtype` is that of the service file. `adapter_memory` and `kv_memory`
-    are in bytes. With None for `kv_memory` it is the memory for MIN_KV_TOKENS tokens, or for the longest context if
-    that is shorter. Raises InfraError for an unknown dtype, or for a model that is not Llama-like.
+    `config` is the base model's config.json, and `dtype` is the value in the service file. `adapter_memory` and
+    `kv_memory` are in bytes. `kv_memory` None means the memory for MIN_KV_TOKENS tokens, or for the model's longest
+    context if that is shorter. Raises InfraError for an unknown dtype, or for a model that is not Llama-like.
     """
     _check_config(config)
     if dtype == "auto":

@@ -186,7 +186,8 @@ class Terraform:
 def _interrupt_and_wait(process: subprocess.Popen[str], interrupts: list[int]) -> None:
     """Interrupts terraform unless that was already done, and reads its output to the end.
 
-    Terraform saves its state before it ends. If its output were not read, a closed pipe would kill it before that.
+    Terraform saves its state before it ends. If nobody read its output, a closed pipe would kill Terraform before it
+    has saved the state.
     """
     if not interrupts:
         interrupts.append(signal.SIGINT)

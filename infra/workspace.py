@@ -81,10 +81,10 @@ class Workspace:
         self._terraform.init()
 
     def _check_place(self) -> None:
-        """Records that this directory is used. Raises StateElsewhere if another one was used before.
+        """Records that this directory is used. Raises StateElsewhere if another directory was used before.
 
-        Without the state in that directory, all resources would be created a second time, and the first ones would
-        never be destroyed.
+        Terraform's state is in that other directory. Without it all resources would be created a second time, and the
+        first ones would never be destroyed.
         """
         here, home = self.directory.resolve(), self._home.resolve()
         place_file = home / PLACE_FILE
@@ -158,7 +158,7 @@ class Workspace:
     def apply_sizes(self, on_event: Callable[[Event], None]) -> None:
         """Applies the plan of `plan_sizes`.
 
-        Afterwards Terraform refuses the saved plan, since the state has changed.
+        Afterwards Terraform refuses the operator's saved plan, since the state has changed.
         """
         self._terraform.apply(SIZE_PLAN_FILE, on_event)
 

@@ -65,8 +65,8 @@ class AwsDriver:
     def set_desired(self, pool: str, size: int) -> None:
         """Sets the group's desired capacity, and marks instances with a failed GPU as unhealthy.
 
-        The group replaces unhealthy instances, after draining their other nodes. Raises InfraError for a size outside
-        the bounds, since not all servers with the API of AWS check them.
+        The group replaces unhealthy instances after it has drained their other nodes. Raises InfraError for a size
+        outside the bounds, since not all servers with the API of AWS check the bounds.
         """
         current = self.size(pool)
         check_bounds(pool, size, current)

@@ -15,7 +15,7 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
     max: int
     live: int
     settled: bool = True
-    """True if `desired` is reached; if not, another `set_desired` with the same size continues the change"""
+    """True if the pool has `desired` units; if False, another `set_desired` with the same size continues the change"""
 
 
 class Deferred(InfraError):

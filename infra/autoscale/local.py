@@ -1,7 +1,7 @@
 """Driver of local pools. It records the size next to Terraform's state, and applies it with Terraform.
 
 A pool that shrinks loses the nodes with the highest numbers. They are drained first, which may take several rounds. If
-a later round keeps them, they are undrained.
+a later round decides to keep them, they are undrained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from infra.stack import Pool, Stack, node_ids, pool_of
 DRAIN_SECONDS = 3620.0
 """Seconds of draining after which a node is ended even if it has open requests; longer than any call.
 
-Until then the node is not ended: Terraform would wait for its requests, and no round could read the load meanwhile.
+Before that a node with open requests is not ended: Terraform would wait for these requests, and no round could read the
+load meanwhile.
 """
 
 
@@ -68,8 +69,8 @@ class LocalDriver:
     def set_desired(self, pool: str, size: int) -> None:
         """Scales the pool to `size` nodes, after draining the nodes to be ended, and records the size.
 
-        Raises Deferred while these nodes have open requests. Raises Unchanged if nothing was changed; the old size is
-        then recorded.
+        Raises Deferred while the nodes to be ended have open requests; a later call continues. Raises Unchanged if
+        applying failed before it changed any node. The recorded size is then the one from before the call.
         """
         (current, live, failed), entry, nodes = self._observe(pool), self._pool(pool), _nodes(pool, size)
         check_bounds(pool, size, current)

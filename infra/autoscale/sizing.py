@@ -39,7 +39,8 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     up_seconds: float = 15.0
     """seconds for which a larger size must be desired before the pool grows"""
     down_seconds: float = 300.0
-    """seconds for which the decisions must be smaller before the pool shrinks to the largest of them"""
+    """seconds for which all decisions must be smaller than the pool; it then shrinks to the largest of these
+    decisions"""
     scale_to_zero_after: float | None = None
     """idle seconds after which the last node ends; None keeps at least one node, even if `min` is 0"""
 
@@ -83,7 +84,8 @@ class Sizer:
     def __init__(self, targets: Targets) -> None:
         self.targets = targets
         self._decisions: deque[tuple[float, int, int]] = deque()
-        """decisions in the longer of both windows, as (time, size, size that counts for growth)"""
+        """past decisions as (time, size, size that counts for growth), for the longer of `up_seconds` and
+        `down_seconds`"""
         self._started_at: float | None = None
         self._busy_at: float | None = None
         self._starting_at: float = -math.inf
