@@ -1,8 +1,9 @@
 """Compiles the CPU operators and caches the library per user.
 
-The cache key has the sources, the compiler with its flags, the processor and its level (`kernels.level`). The sources
-are plain C++ behind a C interface, without headers of Python or torch; compiling takes three seconds. OpenMP stays
-unresolved at link time. Its functions then come from the OpenMP that torch has loaded, so both share one thread pool.
+The cache key consists of the sources, the compiler with its flags, the processor and the level of its instructions
+(`kernels.level`). The sources are plain C++ behind a C interface, without headers of Python or torch; compiling takes
+three seconds. OpenMP stays unresolved at link time. Its functions then come from the OpenMP that torch has loaded, so
+both share one thread pool.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def cache_folder() -> Path:
 def processor_key() -> str:
     """Returns the processor's feature flags and level, as a key for compiled code and measurements.
 
-    The key is needed since hosts with different processors can share a home directory.
+    A key is needed since hosts with different processors can share a home directory.
     """
     features = re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{features[0] if features else ''} {used_level()}"

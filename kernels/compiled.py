@@ -131,9 +131,10 @@ class CompiledGroup:
         self._y, self._y_stride = self._call.y, self._call.y_stride
 
     def add(self, ys: Sequence[torch.Tensor], x: torch.Tensor, segments: Segments) -> None:
-        """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for the tokens t of each segment, s its slot.
+        """Adds LoRA to each output p: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for each token t.
 
-        Computed in fp32.
+        s is the slot of the adapter of token t; A_sp and B_sp are this adapter's matrices for projection p. Computed in
+        fp32.
 
         ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not changed
         x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32, bf16 or fp16
@@ -149,8 +150,8 @@ class CompiledGroup:
     def shrink(self, xa: torch.Tensor, x: torch.Tensor, segments: Segments, begin: int, end: int) -> None:
         """Computes xa[t, p, j] = x[t] . A_sp[j] for the rows j of A from `begin` to `end` - 1.
 
-        Rows are numbered consecutively across the projections of a segment. Nothing else is written; each sum is
-        written once.
+        Here s is the slot of the segment of token t, and p a projection. Rows are numbered consecutively across the
+        projections of a segment. Nothing else is written; each sum is written once.
 
         xa        f32[T, P, segments.max_rank], contiguous, in place
         x         as for `add`

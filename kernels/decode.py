@@ -92,11 +92,12 @@ def decode_expand(
 
 
 def mbgmv(call: LoraCall, sizes: Launch | None = None) -> None:
-    """Adds LoRA at each adapter's rank: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, s the slot of token t.
+    """Adds LoRA to each output p: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for each token t.
 
-    The cost grows with the sum of the rows' ranks. Sums are fp32. `sizes` are the tile sizes; None selects those of
-    this device. The call makes two launches, without allocation or host synchronisation; ranks are read on the device.
-    The same batch gives the same bits. Raises KernelArgumentError before the first launch.
+    s is the slot of the adapter of token t; A_sp and B_sp are this adapter's matrices for projection p. Each adapter is
+    computed at its rank, so the cost grows with the sum of the rows' ranks. Sums are fp32. `sizes` are the tile sizes;
+    None selects those of this device. The call makes two launches, without allocation or host synchronisation; ranks
+    are read on the device. The same batch gives the same bits. Raises KernelArgumentError before the first launch.
     """
     _launch(call, False, sizes or launch_for("mbgmv", call.x.device))
 

@@ -13,9 +13,9 @@ from kernels.view import KernelArgumentError, check_tensor
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PIECE = 64
-"""Context positions of one work item, as in decoder.cpp."""
+"""Number of context positions in one work item, as in decoder.cpp."""
 BLOCK = 32
-"""Elements of the widest vector block; the scratch memory of a head is rounded up to a multiple of this."""
+"""Number of elements in the widest vector block. The scratch memory of a head is rounded up to a multiple of it."""
 MAX_HEAD = 512
 """Maximum head_dim, as in decoder.cpp."""
 
@@ -102,7 +102,7 @@ class Heads:
 
     @property
     def covered(self) -> bool:
-        """True if the operator can compute these heads."""
+        """True if the compiled operator supports these heads."""
         return self.head_dim % 2 == 0 and self.head_dim <= MAX_HEAD and self.heads % self.kv_heads == 0
 
 

@@ -14,15 +14,15 @@ import triton.language as tl
 from kernels.tiles import dot, find_tile, narrow
 
 TABLES = ("context_len", "block_table", "query_start")
-"""Arguments without a fixed alignment, since they are slices of a step's upload.
+"""Arguments without a fixed alignment, since they are slices of the buffer that is uploaded for each pass.
 
-Kernels must not be specialised on their alignment, or they would have to be compiled again for some buckets.
+Kernels must not be specialised on their alignment, or they would have to be compiled again for some sizes of a batch.
 """
 
 
 @triton.jit
 def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constexpr):
-    """Returns the cache slots (i64) of the positions p of a row; slot 0 for positions from `end` on."""
+    """Returns the cache slots (i64, shape of p) of the positions p of a row; slot 0 for positions from `end` on."""
     inside = p < end
     block = tl.load(block_table + row.to(tl.int64) * table_stride + p // BLOCK_TOKENS, mask=inside, other=0)
     return tl.where(inside, block.to(tl.int64) * BLOCK_TOKENS + p % BLOCK_TOKENS, 0)
@@ -30,7 +30,7 @@ def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constex
 
 @triton.jit
 def load_heads(cache, slot, head, inside, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr):
-    """Returns [positions, BD]: one head of each slot; 0 where `inside` is False."""
+    """Returns the keys or values of one head, [positions, BD]; 0 where `inside` is False."""
     d = tl.arange(0, BD)
     at = cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :]
     return tl.load(at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)

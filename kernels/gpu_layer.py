@@ -1,7 +1,7 @@
 """Triton kernels of `gpu_ops` other than attention: norms, rotary embedding with cache writes, SiLU.
 
-A model's sizes are compile-time constants. Arguments that change while the node serves are neither constants nor
-specialised on, so serving never causes a compilation.
+A model's sizes are compile-time constants. Kernels are not specialised on arguments that change while the node serves,
+so serving never causes a compilation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import triton.language as tl
 from kernels.tiles import narrow
 
 PER_TOKEN = ("positions", "slots")
-"""Arguments without a fixed alignment, since they are slices of a step's upload.
+"""Arguments without a fixed alignment, since they are slices of the buffer that is uploaded for each pass.
 
-Kernels must not be specialised on their alignment, or they would have to be compiled again for some buckets.
+Kernels must not be specialised on their alignment, or they would have to be compiled again for some sizes of a batch.
 """
 
 

@@ -1,9 +1,9 @@
 """Interface of the operations between a decoder layer's matrix products on a GPU.
 
 `decoder` has the same operations for a CPU. The caller allocates each output. All values that change from step to step
-are in tensors, and grids depend on shapes alone. A CUDA graph captured for a bucket of rows therefore serves any batch
-of that bucket. The contents of tensors are not checked, since the host does not know them. All operations raise
-KernelArgumentError before the first launch.
+are in tensors, and grids depend on shapes alone. A CUDA graph is captured for a bucket, a padded number of rows. It
+therefore serves any batch with at most that many rows. The contents of tensors are not checked, since the host does not
+know them. All operations raise KernelArgumentError before the first launch.
 
 The cache is that of `decoder`: keys and values [slots, kv_heads, head_dim] of one layer. Position p of row r is in slot
 block_table[r, p // block_tokens] * block_tokens + p % block_tokens. Slots after a row's context are never read, so they

@@ -21,7 +21,7 @@ HEADS_PER_PROGRAM = 4
 MIN_DOT = 16
 """Minimum number of rows and columns of a tensor core product."""
 TILE_BYTES = 16 << 10
-"""Maximum bytes of keys that one step of attention reads; the same for values.
+"""Maximum bytes of keys that attention loads for one tile of positions; the same limit applies to values.
 
 Two such tiles fit into the shared memory of any GPU since sm_80.
 """

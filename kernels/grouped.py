@@ -1,7 +1,7 @@
 """LoRA in torch for a batch whose tokens are grouped into segments by adapter.
 
-Each segment and output takes two matrix products. The module computes long segments on a CPU, and all segments on a
-device for which there is no kernel.
+Each segment and output takes two matrix products. This module is used for long segments on a CPU, and for all segments
+on a device for which there is no kernel.
 """
 
 from __future__ import annotations

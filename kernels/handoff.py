@@ -2,8 +2,8 @@
 
 The module does not import torch.
 
-A flag is a 64-bit word in a separate cache line, with one writer. Its values never repeat (epoch and sequence number,
-see `flag_value`), so a stale or late write is never mistaken for the awaited value.
+A flag is a 64-bit word in a separate cache line, with one writer. A flag never has the same value twice (`flag_value`),
+so a stale or late write is never mistaken for the awaited value.
 
 Memory order: The writer stores its data and then the flag with *release* order. The reader polls the flag with
 *acquire* order, and reads the data only after it has loaded the awaited value. That load synchronises with the store,
@@ -34,7 +34,7 @@ LINE = 64
 """Bytes of a cache line; each flag has a separate one."""
 SEQUENCE_BITS = 40
 DISARMED, TIMED_OUT = -1, -2
-"""Results of `Flags.next` that are not slots."""
+"""Results of `Flags.next` instead of the number of a slot."""
 
 
 class UnsupportedMachine(RuntimeError):
@@ -72,7 +72,7 @@ class Flags(Protocol):
         """
 
     def next(self, flags: int, stride: int, handled: Handled, start: int, armed: int, timeout_ns: int) -> int:
-        """Waits for a slot whose flag differs from handled[slot], and returns the number of that slot.
+        """Waits for a slot whose flag differs from handled[slot], and returns the slot's number.
 
         Slots are checked from `start` on and then from 0, so the first match in this order is returned. Returns
         DISARMED if no flag differs and the word at address `armed` is 0. Returns TIMED_OUT after `timeout_ns`. `flags`

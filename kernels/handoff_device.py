@@ -2,12 +2,12 @@
 
 NVRTC compiles them, and the driver API launches them.
 
-Memory order, in addition to that of `handoff`: Each block stores its part of x. A barrier orders its threads' stores
-before the ticket, which is a release and acquire at device scope, so the block with the last ticket runs on after all
-parts are stored. The barrier after the ticket carries that order to the block's threads, which store one worker's
-command flag each, with release order at system scope. A host thread that acquires the flag sees all parts. The host
-wrote the commands before it launched. The waiting kernel acquires the done flags at system scope; kernels after it on
-the stream see the workers' results.
+Memory order, in addition to that of `handoff`: Each block stores its part of x. Each block then takes a ticket from a
+counter, with release and acquire order at device scope. A barrier orders the stores of the block's threads before the
+ticket. The block with the last ticket thus continues after all parts are stored. The barrier after the ticket carries
+that order to the block's threads, which store one worker's command flag each, with release order at system scope. A
+host thread that acquires the flag sees all parts. The host wrote the commands before it launched. The waiting kernel
+acquires the done flags at system scope; kernels after it on the stream see the workers' results.
 
 A worker needs nothing from this device, so a wait can't deadlock. It has a timeout nevertheless. A wait that times out
 sets `poisoned`. Then the rest of the pass neither signals nor waits, and its rows must not be used. Neither kernel may

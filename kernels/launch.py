@@ -19,7 +19,8 @@ TABLE = files(__package__) / "launch_table.json"
 DEFAULT = "default"
 OPERATIONS = ("bgmv", "mbgmv", "sgmv")
 UNALIGNED = ("rank", "scale", "first", "seg_start", "seg_slot")
-"""Arguments without a fixed alignment, since they are slices of the AdapterTable or of a step's upload.
+"""Arguments without a fixed alignment, since they are slices of the AdapterTable or of the buffer uploaded for each
+pass.
 
 Kernels must not be specialised on their alignment, or they would have to be compiled again for some layers or batches.
 """

@@ -17,9 +17,10 @@ def lora_rows(pool: torch.Tensor, offsets: torch.Tensor, width: int) -> torch.Te
 
 
 def add_group(ys: Sequence[torch.Tensor], x: torch.Tensor, token_slot: torch.Tensor, view: GroupView) -> None:
-    """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp with s = token_slot[t] for each projection p.
+    """Adds LoRA to each output p: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for each token t.
 
-    Rows with s < 0 or rank 0 are not changed.
+    s is token_slot[t]; A_sp and B_sp are the matrices of the adapter in slot s for projection p. Rows with s < 0 or
+    rank 0 are not changed.
 
     ys         P tensors [T, d_out of p], in place
     x          [T, d_in]

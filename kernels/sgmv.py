@@ -67,12 +67,13 @@ def sgmv_expand(
 
 
 def sgmv(call: LoraCall, sizes: Launch | None = None) -> None:
-    """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for the tokens t of each segment, s its slot.
+    """Adds LoRA to each output p: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for each token t.
 
-    Sums are fp32; xA is rounded to the weights' dtype before the second product, for tensor cores. `sizes` are the tile
-    sizes; None selects those of this device. The call makes two launches, without allocation or host synchronisation,
-    with the maximum number of tiles that T tokens in S segments can have. The same batch gives the same bits. Raises
-    KernelArgumentError before the first launch.
+    s is the slot of the adapter of token t; A_sp and B_sp are this adapter's matrices for projection p. Sums are fp32;
+    the product of x and A is rounded to the weights' dtype before the second product, for tensor cores. `sizes` are the
+    tile sizes; None selects those of this device. The call makes two launches, without allocation or host
+    synchronisation. Each launch has the maximum number of tiles that T tokens in S segments can have. The same batch
+    gives the same bits. Raises KernelArgumentError before the first launch.
     """
     sizes = sizes or launch_for("sgmv", call.x.device)
     segments = call.seg_slot.shape[0]

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-"""True in Triton's interpreter, for whose errors `dot` and `narrow` compensate.
+"""True in Triton's interpreter. `dot` and `narrow` compensate for errors of the interpreter.
 
 The interpreter multiplies bf16 bits as integers, and truncates where a GPU rounds.
 """
@@ -37,10 +37,10 @@ def narrow(value, dtype: tl.constexpr):
 
 @triton.jit
 def find_tile(tile, seg_start, segments, BT: tl.constexpr):
-    """Returns (segment, first token) of the tile number `tile`. Each segment begins a new tile of BT tokens.
+    """Returns (segment, first token) of tile number `tile`. Tiles have BT tokens, and each segment begins a new tile.
 
-    If there are not as many tiles, the returned segment is `segments`. Segments are loaded 32 at a time, so that one
-    kernel serves any number of them.
+    If there are no more than `tile` tiles, the returned segment is `segments`, the number of segments. Segments are
+    loaded 32 at a time, so that one kernel serves any number of them.
     """
     segment = segments
     first = 0
@@ -60,7 +60,7 @@ def find_tile(tile, seg_start, segments, BT: tl.constexpr):
 
 @triton.jit
 def pad_units(units, row_offset, first, j, rank, width, pool_units, UNIT: tl.constexpr):
-    """Returns `units`, the offsets of an adapter's rows j, with replacements for padding rows (j >= rank).
+    """Returns the offsets of an adapter's rows j: `units` for rows j < rank, and replacements for padding rows.
 
     The replacements are offsets of the memory that follows the adapter's first row in the pool, whatever it contains.
     At the end of the pool they continue at its beginning.
