@@ -1,6 +1,6 @@
 """Finds the two files of a PEFT adapter in a folder.
 
-Otherwise it describes in one line what the folder contains instead.
+If the folder lacks them, the module describes in one line what the folder contains instead.
 """
 
 from __future__ import annotations

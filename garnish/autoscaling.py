@@ -55,7 +55,7 @@ class LeaseKeeper:
     def trouble(self) -> str | None:
         """Returns the reason why this process may not scale pools, or None while it holds the lease.
 
-        The end of the lease is measured by this process's clock, from before the request was sent.
+        This process's clock decides when the lease ends, counted from before the request was sent.
         """
         return None if time.monotonic() < self._ends else self._why
 

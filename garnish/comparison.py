@@ -89,7 +89,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     function: str
     device: str
     dtype: str
-    """dtype of PEFT; the node has the same if it was started with the same service file"""
+    """dtype in which PEFT computed; the node has the same dtype if it was started with the same service file"""
     equal: bool
     tokens: int
     tokens_equal: int

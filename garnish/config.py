@@ -139,7 +139,8 @@ BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "node.runner": tuple(RUNNERS),
     "node.tensor_parallel": (1,),
 }
-"""Values allowed in this version of Garnish, by key; an empty tuple if the feature is not implemented."""
+"""Allowed values of settings in this version of Garnish, by the setting's dotted path; an empty tuple if the feature is
+not implemented."""
 
 
 def built(path: str) -> tuple[object, ...]:

@@ -35,7 +35,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True):
     """Content of the operator's key file, which may be a copy of credentials.toml.
 
-    It is kept outside the state directory, so it survives when that is deleted.
+    It is kept outside the state directory, so it remains if the state directory is deleted.
     """
 
     admin_key: str = ""

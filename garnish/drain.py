@@ -1,4 +1,4 @@
-"""Drains nodes before they end: a draining node gets no new requests, and time to finish its running ones."""
+"""Drains nodes before they end. A draining node gets no new requests, and has time to finish its running ones."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DIGEST_LETTERS = 16
 MAX_LOG_BYTES = 32 << 20
 TAIL_BYTES = 256 << 10
 UNKNOWN = ""
-"""Name that stands for the process of a log line without a process."""
+"""Key in `_Problems` for log lines that name no process."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):

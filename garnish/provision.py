@@ -29,7 +29,7 @@ from infra.workspace import SavedPlan, Workspace, declared_nodes, digest_of, loc
 DRAIN_SECONDS = 600.0
 """Maximum seconds of draining.
 
-Calls that are still open then can finish within the node's own grace period after TERM.
+Calls that are still open after this time can finish within the node's grace period after TERM.
 """
 DEAD = "its process has died"
 FAILED = "its GPU has failed"
@@ -287,12 +287,13 @@ def render_to(file: Path, state: Path, out: Path) -> list[Path]:
 
 
 def infra_errors_as_cli_errors() -> AbstractContextManager[None]:
-    """Converts errors of `infra` into FrontDoorError while the context runs. The command line prints it as one line."""
+    """Converts InfraError into FrontDoorError while the context runs. The command line prints a FrontDoorError as one
+    line."""
     return raised_as(FrontDoorError, InfraError)
 
 
 def unchanged() -> AbstractContextManager[None]:
-    """Converts errors into Unchanged while the context runs, which means that nothing was changed."""
+    """Converts FrontDoorError and InfraError into Unchanged while the context runs."""
     return raised_as(Unchanged, FrontDoorError, InfraError)
 
 

@@ -26,7 +26,7 @@ class Connect(Protocol):
 
 
 class FunctionStep(msgspec.Struct, frozen=True):
-    """Change that one function needs; `action` is its kind.
+    """Change that one function needs; `action` is the kind of the change.
 
     `create`: the adapter becomes a new version. `move`: the adapter is a version already, and the alias must be pointed
     to this version. `set`: only the function's policy changes. The policy may change with `create` and `move` too.
@@ -60,10 +60,10 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
-    """Change that one tenant needs; `action` is its kind.
+    """Change that one tenant needs; `action` is the kind of the change.
 
-    `change`: the tenant's settings differ from the file. `later`: they differ too, but the gateway declares the tenant
-    in its own service file, and applies that file at its next start.
+    `change`: the tenant's settings differ from the file. `later`: they differ too, but the tenant is declared in the
+    gateway's service file, which the gateway applies at its next start.
     """
 
     tenant: str

@@ -13,7 +13,7 @@ from node_agent.child import die_with_parent, read_config
 
 class GatewayProcessConfig(msgspec.Struct, frozen=True):
     parent: int
-    """Process id of `garnish up`. The child ends when that process ends."""
+    """Process id of `garnish up`. The gateway ends when that process ends."""
     gateway: GatewayConfig
 
 

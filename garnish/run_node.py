@@ -16,7 +16,7 @@ from node_agent.supervisor import run
 
 class NodeProcessConfig(msgspec.Struct, frozen=True):
     parent: int
-    """Process id of `garnish up`. The child ends when that process ends."""
+    """Process id of `garnish up`. The node ends when that process ends."""
     node: NodeConfig
 
 

@@ -21,7 +21,7 @@ from node_agent.supervisor import STOP_SLACK
 UP_SHUTDOWN_SECONDS = 5.0
 """Seconds that open requests get to finish when `garnish up` ends.
 
-The time is shorter than in production, since the user is waiting.
+It is shorter than SERVICE_STOP_SECONDS, since the user is waiting.
 """
 
 SERVICE_STOP_SECONDS = MAX_TIMEOUT + 10.0

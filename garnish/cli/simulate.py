@@ -55,8 +55,8 @@ def simulate(
 ) -> None:
     """Run a trace on simulated nodes: SLO attainment, TTFT, time per token, cold starts and utilisation.
 
-    Requests are placed by the gateway's code. Durations on nodes come from a profile's performance model. The same seed
-    gives the same result.
+    Requests are placed by the gateway's code. Durations on nodes come from the performance model in the profile. The
+    same seed gives the same result.
     """
     from garnish.simulation.study import make_plan
     from garnish.simulation.traces.requests import TraceOptions

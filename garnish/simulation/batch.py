@@ -91,7 +91,8 @@ class DecodeRun:
         self.steps = min(self.steps, max(1, ceil(self._passed(now - ROUNDING))))
 
     def _passed(self, now: float) -> float:
-        """Returns the fractional number of steps until `now`: the solution k of seconds(k) = now - begin."""
+        """Returns the fractional number of steps that have passed by `now`: the k for which k steps take `now` -
+        `begin`."""
         passed = max(0.0, now - self.begin)
         half = self.first - self.growth / 2
         return 2 * passed / (half + sqrt(half * half + 2 * self.growth * passed)) if passed else 0.0

@@ -1,8 +1,8 @@
 """The gateway's table of the simulated nodes: a NodeTable that is updated without complete node records.
 
-Rows are computed by NodeTable's code. Two steps are faster than in `NodeTable.put`. The node maintains the sums that
-`load_of` would compute, and only adapters whose tier or use has changed are updated. A test compares the result with
-that of `put` and `record_of`.
+Rows are computed by NodeTable's code. Two parts of an update are faster than in `NodeTable.put`. The node maintains the
+sums that `load_of` would compute, and only adapters whose tier or use has changed are updated. A test compares the
+result with that of `put` and `record_of`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _load(node: SimulatedNode, now: float) -> NodeLoad:
 class _Index(ResidentIndex):
     """A ResidentIndex that is updated for single adapters.
 
-    Some nodes have all adapters in one tier, and no record lists them. `everywhere` has that tier by the node's row.
+    Some nodes have all adapters in one tier, without a list of them in their records. `everywhere` has this tier by the
+    node's row.
     """
 
     def __init__(self, nodes: list[SimulatedNode]) -> None:

@@ -22,10 +22,10 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     rank: int
     prompt_tokens: int
     output_tokens: int
-    """actual number of output tokens; of the policies only the oracle knows it"""
+    """actual number of output tokens; the oracle is the only policy that knows this number"""
     tenant: str = ""
     bytes: int = 0
-    """size of the adapter in bytes; 0 derives it from the rank"""
+    """size of the adapter in bytes; 0 means that the size follows from the rank"""
 
 
 @dataclass(slots=True, eq=False)

@@ -138,7 +138,7 @@ class Loads:
 
 
 class SharedLink:
-    """A link that divides its bandwidth equally among its active transfers.
+    """A simulated link that divides its bandwidth equally among its active transfers.
 
     Latency is modelled as additional bytes. `_moved` is the number of bytes that a transfer active from time 0 would
     have moved. A transfer of n bytes ends when `_moved` has grown by n since its start, regardless of other transfers.
@@ -151,13 +151,14 @@ class SharedLink:
         self._moved = 0.0
         self._at = 0.0
         self._marks: list[tuple[float, int, str, str]] = []
-        """heap of (value of `_moved` at which the mark is reached, order, "ready" or "end", name)"""
+        """heap of events as (value of `_moved` in bytes at which the event occurs, order of insertion, "ready" or
+        "end", name of the transfer)"""
         self._order = 0
 
     def start(self, name: str, size: int, now: float, ready_share: float) -> None:
         """Starts a transfer of `size` bytes.
 
-        `reached` returns ("ready", name) when `ready_share` of the transfer has arrived, and ("end", name) at its end.
+        `reached` then returns the events ("ready", name), when the share `ready_share` has arrived, and ("end", name).
         """
         self._move(now)
         cost = size + self.speed.latency * self.speed.bandwidth
@@ -168,13 +169,14 @@ class SharedLink:
 
     @property
     def next(self) -> float:
-        """Time in seconds at which the next mark is reached, if no other transfer starts before; inf without marks."""
+        """Simulated time in seconds at which the next event of `reached` occurs, if no other transfer starts before;
+        inf if there is no transfer."""
         if not self._marks:
             return inf
         return self._at + max(0.0, self._marks[0][0] - self._moved) * self._active / self.speed.bandwidth
 
     def reached(self, now: float, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Returns the marks that are reached by the time `now`, in order, as ("ready" or "end", name).
+        """Returns the events that occur until the time `now`, in order, as ("ready" or "end", name of the transfer).
 
         `sizes` has the bytes of each active transfer by name.
         """

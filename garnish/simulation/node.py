@@ -1,7 +1,8 @@
 """Simulated node with continuous batching, as in `node_agent/engine`, timed by a performance model.
 
-An iteration is one decode step of all decoding rows, together with chunks of prompts, oldest first. Iterations without
-prompts are computed together in closed form (`DecodeRun`), until a row ends or something arrives.
+An iteration is one decode step of all decoding rows, together with chunks of prompts, oldest first. Consecutive
+iterations without prompts are computed together in closed form (`DecodeRun`), until a row ends, or a request or an
+adapter arrives.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class SimulatedNode:
     def _interrupt(self, now: float) -> None:
         """Ends the run of decode steps after the current step; starts the next iteration of an idle node.
 
-        It is called when something arrives.
+        It is called when a request or an adapter arrives.
         """
         if self.iteration_end == inf:
             self._start = now

@@ -1,7 +1,7 @@
 """The simulation's event loop: requests arrive and are placed, and nodes compute and send records.
 
 A node sends its record every RECORD_INTERVAL seconds, so that records are as old at placement as for a real gateway.
-Equal inputs and seeds give equal results: nothing depends on a clock or on hashes.
+Equal inputs and seeds give equal results: nothing depends on the host's clock or on hashes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Simulator:
         jobs: Sequence[Job],
         pace: Callable[[int], Pace] = lambda _: lambda: 1.0,
     ) -> None:
-        """`policy` is called with the simulated clock and returns the policy.
+        """Creates a simulation. `policy` is a function that takes the simulated clock and returns the placement policy.
 
-        `jobs` are sorted by `at` and numbered from 0. `pace(i)` returns a function whose results are factors for the
-        durations of node i's passes. The node's record nevertheless has the profile's model.
+        `jobs` are sorted by `at` and numbered from 0. `pace(i)` returns a function that is called for each pass of node
+        i. Its result is a factor for the duration of the pass. The records that nodes send have the profile's
+        performance model, without these factors.
         """
         self.now = 0.0
         self.profile, self.policy, self.jobs = profile, policy(lambda: self.now), jobs

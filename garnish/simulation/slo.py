@@ -10,9 +10,9 @@ from garnish.simulation.job import Job
 from garnish.simulation.profile import NodeProfile
 
 REFERENCE_ROWS, REFERENCE_PROMPT, REFERENCE_OUTPUT = 16, 256, 128
-"""Rows of the batch, and prompt and output tokens, for the base model's TPT without adapters.
+"""Number of rows of the batch, of prompt tokens and of output tokens, for which `base_tpt` computes the TPT.
 
-A TPT such as `1.5x` is a multiple of that TPT.
+An SLO such as `tpt=1.5x` is a multiple of that TPT.
 """
 DEFAULT_SLO = "tpt=1.5x"
 _PART = re.compile(r"(ttft|tpot|tpt)=(\d+(?:\.\d+)?)(ms|s|x)")

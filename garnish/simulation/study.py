@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"oracle": Oracle})
 STATED_TOKENS = 256
-"""Default `max_tokens` of a call (docs/guide/invoke.md); a request with a longer answer must have stated more."""
+"""Default `max_tokens` of a call (docs/guide/invoke.md). A request of the trace with a longer answer must have stated a
+larger value."""
 Progress = Callable[[str], None]
 
 

@@ -178,7 +178,8 @@ def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials,
 def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str]) -> None:
     """Writes the service file's tenants to the registry, as declared tenants.
 
-    Tenants of `before` that the file no longer names are marked as not declared, so they can be edited again.
+    `before` has the names of the tenants that were declared so far. Those that the file no longer names are marked as
+    not declared, so that the API can change them again.
     """
     names = {*tenant_names(service), *([OPEN_TENANT] if service.auth == "none" else [])}
     for name in names:

@@ -37,7 +37,8 @@ MAX_CRASHES = 3
 """Number of exits of a node's processes after which the start fails, if the node was never ready."""
 DEPLOY_TRIES = 3
 NODES_SECONDS = 60.0
-"""Seconds for which a policy that does not fit is retried, since some nodes may not have reported yet."""
+"""Seconds for which a policy is retried if its provisioned copies do not fit on the nodes. Some nodes may not have
+reported yet."""
 
 
 def up(options: UpOptions, screen: Screen) -> int:
@@ -141,7 +142,7 @@ class Ends:
         self.reasons: dict[str, str] = {}
         self._screen = screen
         self._starts: dict[str, int] = {}
-        """bytes of the log when the current process started, by name"""
+        """size of the log in bytes when the current process started, by process name"""
 
     def record_end(self, name: str, log: Path, code: int) -> None:
         reason = last_problem(log, self._starts.get(name, 0))
