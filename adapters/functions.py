@@ -67,8 +67,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     provisioned: Provisioned | None = None
     """Copies that stay loaded on nodes while no calls come."""
     idle_ttl: Annotated[float, Meta(gt=0, le=30 * 86400)] | None = None
-    """Seconds without a call after which the adapter is evicted from a node's device. After as many again it is evicted
-    from host memory."""
+    """Seconds without a call after which the adapter is evicted from a node's device. After twice this time it is
+    evicted from host memory."""
     warm: Annotated[list[WarmWindow], Meta(max_length=MAX_WINDOWS)] = []
     """Windows of time in which the adapter is loaded on nodes before calls come."""
     prefetch: Literal["auto", "off"] | None = None

@@ -234,9 +234,9 @@ class Registry:
             self.changes.change(tenant, name, matches, bury)
 
     def _end_if_deleted(self, tenant: str, name: str) -> None:
-        """Deletes the function just deployed if its tenant has been deleted. A deletion of the tenant that began before
-        the deploy may have missed the function, which would then belong to the next tenant of this name. Raises
-        NotFound in that case."""
+        """Deletes the function just deployed, and raises NotFound, if its tenant has been deleted. A deletion of the
+        tenant that began before the deploy may have missed the function, which would then belong to the next tenant of
+        this name."""
         try:
             self.quota.check(tenant)
         except NotFound:

@@ -49,9 +49,9 @@ class S3Limits(msgspec.Struct, frozen=True):
 
     connect: float = 3.0
     read: float = 10.0
-    """Maximum time without received data inside one attempt."""
+    """Maximum seconds without received data inside one attempt."""
     call: float = 20.0
-    """Time after the first attempt in which further attempts may start."""
+    """Seconds after the start of the first attempt in which further attempts may start."""
     slowest: int = 1 << 20
     """Minimum rate of a transfer, in bytes per second; the deadline is extended accordingly."""
     attempts: int = 8

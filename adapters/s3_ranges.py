@@ -38,7 +38,7 @@ def read_range(
     """Fills `buffer` from offset `start`, and returns the number of bytes read, fewer if the object ends before.
 
     `arrived` is called as bytes of the first piece arrive, and once more when all pieces are complete. Raises Refused
-    (404) or StoreUnavailable; nothing writes to `buffer` any more by then.
+    (404) or StoreUnavailable. After an exception nothing writes to `buffer` any more.
     """
     size = calls.limits.part
     for _ in range(REREADS):

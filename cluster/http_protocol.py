@@ -27,7 +27,8 @@ chunks."""
 HEAD_LINES = 1000
 """Maximum number of headers in a request. Even a short header takes far more memory than its bytes."""
 HEAD_SECONDS = 30.0
-"""Maximum time from connecting, or from the first byte of a further request, to the end of its headers."""
+"""Maximum seconds to the end of a request's headers. They count from the start of the connection, and for further
+requests from their first byte."""
 MAX_WAITING = 16
 """Maximum number of pipelined requests that wait on one connection for an earlier answer. A peer that sends more is
 disconnected."""
@@ -39,7 +40,7 @@ connection, often before the sender has read the answer. This is twice the large
 LINGER_HEAD_BYTES = 1 << 20
 """Same limit as LINGER_BYTES, for data that is not a valid request and for requests whose head is too large."""
 LINGER_SECONDS, LINGER_IDLE_SECONDS = 60.0, 5.0
-"""Maximum time of lingering (reading and dropping) in all, and without receiving any byte."""
+"""Maximum seconds of lingering (reading and dropping data): in total, and without a received byte."""
 
 log = logging.getLogger("cluster.http")
 log.setLevel(logging.ERROR)
@@ -76,12 +77,12 @@ class Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
-        """Calls `callback` with `args` after `seconds`, in place of an earlier call that is still to come."""
+        """Calls `callback` with `args` after `seconds`. An earlier call that is still pending is cancelled."""
         self.stop()
         self._handle = self._loop.call_later(seconds, callback, *args)
 
     def stop(self) -> None:
-        """Cancels the call that is still to come, if any."""
+        """Cancels the pending call, if there is one."""
         if self._handle is not None:
             self._handle.cancel()
 

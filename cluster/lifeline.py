@@ -14,7 +14,7 @@ def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process as soon as `parent` (a process id) ends, even by kill -9. Call it before
     anything else.
 
-    Exits at once when the parent has already ended, because no signal would come any more.
+    Exits at once when the parent has already ended, because the kernel would send no signal any more.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

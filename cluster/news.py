@@ -77,7 +77,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     request_ranks: int = 0
     """Adapter ranks, summed over all queued and running requests."""
     adapter_ranks: int = 0
-    """The same sum, with an adapter that several running requests share counted once."""
+    """Adapter ranks, summed over all queued and running requests. An adapter that several running requests share counts
+    once."""
     prompt_tokens_left: int = 0
     """Prompt tokens of queued and running requests that are not computed yet."""
     tightest_tpot: float | None = None

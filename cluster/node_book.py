@@ -21,8 +21,8 @@ from cluster.news import WHOLE, Heartbeat, NodeRecord, NodeReport, Resident, fac
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
-"""Time for which an expired record is kept, counted from when the node was last seen. Until then streams from a silent
-node can ask for how long it has been silent."""
+"""Seconds for which an expired record is kept, counted from when the node was last seen. Until then a reader of a
+stream can ask how long the node has been silent."""
 PAST_EPOCHS = 8
 """Number of replaced epochs remembered per node, so that a delayed record can't revive a dead process."""
 

@@ -39,8 +39,8 @@ __all__ = [
 ROW = np.dtype(
     [
         ("ready", "?"),  # neither warming nor draining
-        ("full", "?"),  # the queue has no place
-        ("crammed", "?"),  # the queue has no place even for requests that may displace another one
+        ("full", "?"),  # the queue takes no more requests
+        ("crammed", "?"),  # the queue takes not even requests that may displace another one
         ("modelled", "?"),  # the node has a usable performance model; else it is ASSUMED
         ("max_context", "i8"),
         ("requests", "f8"),  # running, queued and reserved
@@ -48,16 +48,16 @@ ROW = np.dtype(
         ("max_rank", "f8"),  # largest adapter rank among `requests`
         ("capacity", "f8"),  # maximum batch rows; infinite where not reported
         ("kv_tokens", "f8"),
-        # Two values each: for other requests, and for strict ones, to which best effort gives up its places.
+        # Two values each (STANDARD, STRICT): best-effort requests give up their places to strict ones.
         ("rows_free", "f8", 2),  # negative where requests wait for a row
         ("kv_room", "f8", 2),  # free KV tokens, less those of reserved places; infinite where not reported
-        ("prompt_wait", "f8", 2),  # seconds that waiting prompts add to a new one's pass
+        ("prompt_wait", "f8", 2),  # seconds that waiting prompts add to the pass of a new prompt
         ("tightest_tpot", "f8", 2),  # seconds, of all and of strict requests; infinite without a promise
-        ("strict_saved", "f8"),  # seconds by which a step is shorter while best effort pauses as often as it may
+        ("strict_saved", "f8"),  # seconds by which a step is shorter while best-effort requests pause
         ("decode_there", "f8"),  # seconds of a step of all `requests`, even if they exceed `capacity`
         ("decode_base", "f8"),
         ("decode_next_row", "f8"),  # seconds that one more row adds to that step
-        ("decode_per_row", "f8"),  # the same beyond `flat_rows`
+        ("decode_per_row", "f8"),  # seconds that one more row adds beyond `flat_rows` rows
         ("flat_rows", "i8"),
         ("decode_per_context", "f8"),
         ("decode_per_rank", "f8"),

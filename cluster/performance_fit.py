@@ -134,7 +134,7 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
-    """Returns the forecast duration (seconds) of the sample's step. Its measured duration is not used."""
+    """Returns the forecast duration (seconds) of the sample's step. The sample's measured duration is not used."""
     ranks: int = getattr(sample, model.rank_term)
     return model.seconds(sample.rows, sample.contexts, ranks)
 

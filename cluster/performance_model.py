@@ -62,8 +62,8 @@ class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.base + row + self.per_context * contexts + self.per_rank * ranks
 
     def saved(self, rows: int, fewer_rows: int, fewer_contexts: int) -> float:
-        """Returns the seconds by which a step of `rows` is shorter without some rows. The cost of their ranks is not
-        counted."""
+        """Returns the seconds by which a step of `rows` is shorter without `fewer_rows` of them and `fewer_contexts`
+        context tokens. The cost of these rows' ranks is not counted."""
         costly = max(0, rows - self.flat_rows)
         return self.per_row * min(fewer_rows, costly) + self.per_context * fewer_contexts
 

@@ -29,7 +29,7 @@ from cluster.redis_url import shown_url
 Value = str | bytes | int | float
 
 CALL_SECONDS = 1.0
-"""Maximum time to wait for one answer."""
+"""Maximum seconds to wait for one answer."""
 GRACE_SECONDS = 0.02
 """Extra time in which a process that stalled reads the answers that arrived meanwhile."""
 CONNECT_SECONDS = 2.0
@@ -45,8 +45,8 @@ WORKER_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """First and longest pause (seconds) before reconnecting."""
 STALE_SECONDS = 300.0
-"""Time after Redis went away for which the ages of node records stall. Nodes that were alive then count as alive,
-unless calls to them fail."""
+"""Seconds after the loss of Redis during which the ages of node records do not grow. Nodes that were alive at the loss
+count as alive meanwhile, unless calls to them fail."""
 PLACES = ("reserve", "release")
 """Scripts that must not wait for others. They have a separate connection, which also keeps their order."""
 LAYOUT = 2
@@ -106,7 +106,8 @@ class RedisLink:
         """Number of live workers of all gateways of the cluster, including this one. While Redis is away it is the last
         known number."""
         self._fewer_since: float | None = None
-        """Time (by `clock`) since which Redis has counted fewer than `workers`; None: it has not."""
+        """Time (by `clock`) since which Redis has counted fewer live workers than `workers`; None: it counts no
+        fewer."""
         self.on_message: dict[str, Callable[[bytes], None]] = {}
         """Message handlers by channel. A handler may raise OutOfStep."""
         self.on_resume: list[Callable[[], Awaitable[None]]] = []

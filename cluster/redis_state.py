@@ -27,8 +27,8 @@ from cluster.state import ClusterState, PublishResult, StateSettings
 CATCH_UP_SECONDS = 0.1
 """Maximum time to wait for a change that Redis has already published."""
 AWAY_SECONDS = 1.0
-"""Duration of a reservation while Redis is away. Such a place has no number, so it ends only when its time is over.
-Until then the node's next record should count the request."""
+"""Seconds that a reservation lasts while Redis is away. Such a place has no number, so it ends only when its time is
+over. The node's next record should count the request before that."""
 CHANGES = "changes"
 
 

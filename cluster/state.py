@@ -53,7 +53,8 @@ class ClusterState(ABC):
     @property
     @abstractmethod
     def stale(self) -> float | None:
-        """Seconds since the snapshot was last in step with those of other gateway workers; None while it is."""
+        """Seconds since this process's snapshot last agreed with those of the other gateway workers; None while it
+        agrees."""
 
     @abstractmethod
     async def publish(self, news: NodeReport) -> PublishResult:

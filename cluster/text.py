@@ -54,8 +54,8 @@ class BaseText:
     def encode_prompt(self, prompt: str, limit: int | None = None, keep: int | None = None) -> list[int]:
         """Returns the token ids of a raw prompt, with the tokenizer's special tokens; BOS alone for an empty prompt.
 
-        `keep`: keep only the last tokens, `keep` in all, including the special tokens that the tokenizer adds. Raises
-        TextTooLong, without tokenising, when the prompt certainly has more than `limit` tokens.
+        `keep`: maximum number of tokens, including the special tokens that the tokenizer adds; only the last ones are
+        kept. Raises TextTooLong, without tokenising, when the prompt certainly has more than `limit` tokens.
         """
         if not prompt:
             return [self.bos_id]

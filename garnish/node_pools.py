@@ -79,7 +79,8 @@ def infra_directory(service: ServiceFile, state: Path) -> Path:
 def gateway_url_of(service: ServiceFile, state: Path) -> str:
     """Returns the gateway's URL for nodes on this host.
 
-    It is `infra.gateway_url` of the file, else the URL in the state's credentials, else that of the file's `gateway`.
+    It is `infra.gateway_url` of the service file, else the URL in the state's credentials, else the URL of the file's
+    `gateway` section.
     """
     if service.infra.gateway_url is not None:
         return service.infra.gateway_url

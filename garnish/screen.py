@@ -93,7 +93,7 @@ class Screen:
     def progress(self, text: str, share: float | None = None) -> None:
         """Shows the current step, and the completed share of it (0 to 1).
 
-        On a terminal it replaces the previous progress. Otherwise it prints a new line if the text has changed.
+        On a terminal the text replaces the previous one. Otherwise the text is printed as a new line if it has changed.
         """
         if self._err.is_terminal:
             if self._status is None:

@@ -33,8 +33,8 @@ DEFAULT = "mix"
 MAX_FUNCTIONS = 40_000
 """Maximum number of functions in the table; beyond it the least recently called ones are dropped."""
 ACTIVE_S = 1800.0
-"""Seconds after its last call for which a function is forecast. It stays in the table longer, by the longest horizon,
-so that the absence of calls is learned as well."""
+"""Seconds after its last call for which a function is forecast. The function then stays in the table for the longest
+horizon, so that the absence of calls is learned as well."""
 FADING = 0.9998
 """Factor by which each batch of outcomes multiplies the earlier counts of the calibration."""
 

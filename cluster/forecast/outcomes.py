@@ -13,8 +13,8 @@ SLOTS = (1, 5, 5, 5)
 """Number of forecasts of each horizon that wait for their outcomes at once. A forecast is recorded every (horizon /
 this number) seconds."""
 TOLERANCE_S = 0.5
-"""Maximum delay of an outcome's check after the end of its horizon. A later one is dropped, because calls since then
-would count too."""
+"""Maximum delay of an outcome's check after the end of its horizon. A later check is dropped, because it would also
+count calls after the horizon."""
 
 
 class Outcomes:

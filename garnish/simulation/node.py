@@ -73,7 +73,7 @@ class SimulatedNode:
         It is the time of an arrival, so that requests that arrive at the same time share the iteration.
         """
         self._finishing: list[tuple[int, int, Job]] = []
-        """heap of decoding rows as (number of the last step, order, job)"""
+        """heap of decoding rows as (number of the row's last step, order of insertion, job)"""
         self._contexts = 0
         """computed tokens of all running requests at the start of the iteration or run"""
         self._order = 0

@@ -58,7 +58,7 @@ class Forward:
         self._term = RANK_TERM[node.profile.performance.decode.rank_term]
         self._mix = RankMix()
         self._decoding: list[tuple[int, int, Job]] = []
-        """heap of decoding rows as (number of the last step, order, job)"""
+        """heap of decoding rows as (number of the row's last step, order of insertion, job)"""
         self._prompts: list[Prompt] = []
         self._steps, self._contexts, self._order, self._total = 0, 0, 0, 0.0
         self._now = _boundary(node, now)

@@ -35,7 +35,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float = 0.7
     """share of the capacity that the demand may use; the rest is for bursts"""
     growth: float = 2.0
-    """maximum factor by which one step may increase the size; one more node is always allowed"""
+    """maximum factor by which one decision may increase the size; one more node is always allowed"""
     up_seconds: float = 15.0
     """seconds for which a larger size must be desired before the pool grows"""
     down_seconds: float = 300.0
