@@ -26,7 +26,7 @@ EPOCH_KEY = "epoch.json"
 MAX_MARKS = 200
 """Maximum number of stored marks, of some 100 bytes each; the newest are kept."""
 MARK_SECONDS = 20.0
-"""Seconds after its mark in which a writer may try to commit. A writer that needs longer marks the record again."""
+"""Seconds after a mark in which its writer may try to commit. A writer that needs longer marks the record again."""
 DIRTY_SECONDS = 120.0
 """Time for which a marked record is read again. It covers MARK_SECONDS and the longest time of one write to the store,
 with a safety factor of about two."""

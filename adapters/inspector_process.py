@@ -25,10 +25,10 @@ from adapters.peft_targets import Target, find_targets
 from adapters.validate import Inspection, inspect_files
 
 READ_SECONDS = 5.0
-"""CPU time for reading and checking one adapter, without matching its patterns. Normal files need some hundredths of a
-second."""
+"""Maximum seconds of CPU time for reading and checking one adapter, without matching its patterns. Normal files need
+some hundredths of a second."""
 MATCH_SECONDS = 10.0
-"""CPU time for matching one adapter's patterns, far more than normal patterns need."""
+"""Maximum seconds of CPU time for matching one adapter's patterns, far more than normal patterns need."""
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -22,9 +22,9 @@ from adapters.store import MAX_LIST, ObjectStore
 from adapters.tenants import Hold, Limits, QuotaUsage, Tenant, tenant_key, unknown
 
 HOLD_SECONDS = 1800.0
-"""Time after which a count ignores the hold of a deploy that has not ended: the deploy counts as dead."""
+"""Seconds after which a deploy that has not ended counts as dead. A count then ignores its hold."""
 RECOUNT_SECONDS = 3600.0
-"""Interval after which a tenant at its limit is counted again, even if its bound may be right."""
+"""Seconds after which the adapters of a tenant at its limit are counted again, even if the bound may be right."""
 RECOUNTS = 10
 
 

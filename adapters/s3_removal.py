@@ -23,9 +23,10 @@ from adapters.store import ObjectStore, all_objects
 
 FOLDER = "removals/"
 BEGIN_SECONDS = 30.0
-"""Maximum time from the mark to the removal; a later removal is abandoned."""
+"""Maximum seconds from the mark to the removal; a later removal is abandoned."""
 MARK_SECONDS = 120.0
-"""Time after its mark by which a removal has taken effect: a call ends within about half a minute (see S3Limits)."""
+"""Seconds after a mark by which its removal has taken effect, since a call ends within about half a minute
+(S3Limits)."""
 POLL_SECONDS = 0.2
 
 

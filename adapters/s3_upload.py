@@ -16,7 +16,7 @@ from adapters.s3_calls import ANSWERS, Refused, S3Calls
 
 RESTARTS = 3
 COMPLETE_BYTES = 64 << 20
-"""Size in bytes that sets the deadline for completing an upload, as if it were transferred."""
+"""Size in bytes from which the deadline for completing an upload is computed, as if these bytes were transferred."""
 
 log = logging.getLogger(__name__)
 

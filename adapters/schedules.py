@@ -18,7 +18,7 @@ from adapters.store import ObjectStore
 
 SCHEDULES_KEY = "schedules.json"
 SETTLED_SECONDS = 600.0
-"""Time after which a writer that recorded a function has committed its policy, or never will."""
+"""Seconds after which a writer that recorded a function has committed its policy, or never will."""
 MAX_SCHEDULED = 5000
 MAX_TENANT_SCHEDULED = 500
 

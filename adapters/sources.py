@@ -92,7 +92,8 @@ class _Copy:
         self.remaining_bytes = limit
 
     def file(self, target: Path, limit: int) -> None:
-        """Copies the source's file with the name of `target` to it, completely and from a single content."""
+        """Copies the source's file that has the name of `target` to `target`. The copy is complete, and from a single
+        version of the file."""
         from adapters.s3_calls import Refused
 
         name = target.name

@@ -1,5 +1,5 @@
-"""Deletion of a tenant: its keys at once, then its functions, asynchronous calls, files and batches one by one, which
-no caller can reach any more."""
+"""Deletion of a tenant. The tenant's keys are deleted at once. Its functions, asynchronous calls, files and batches,
+which no caller can reach any more, are then deleted one by one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""Exceptions that a template's code may raise for messages it was not written for."""
+"""Exceptions that a template may raise when it renders messages for which it was not written."""
 
 
 def compile_template(source: str) -> jinja2.Template:

@@ -36,7 +36,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Demand of one call on its tenant's limits."""
+    """Amounts that one call takes of its tenant's limits."""
 
     tenant: str
     rates: Rates
@@ -95,15 +95,15 @@ class Bucket:
         self.level = min(capacity, self.level)
 
     def wait(self, needed: float) -> float:
-        """Returns the seconds until the bucket holds `needed`, or is full if its capacity is less. Returns 0 when it
-        does already."""
+        """Returns the seconds until the bucket holds `needed`, or is full if its capacity is less. Returns 0 when the
+        bucket already does or is."""
         missing = max(0.0, min(needed, self.capacity) - self.level)
         if not missing:
             return 0.0
         return min(LONGEST_WAIT, missing / self.rate if self.rate > 0 else math.inf)
 
     def change(self, by: float) -> None:
-        """Adds `by` to the level, up to the capacity; it may become negative."""
+        """Adds `by` to the level, up to the capacity. The level may become negative."""
         self.level = min(self.capacity, self.level + by)
 
     def take(self, amount: float, now: float) -> bool:

@@ -204,8 +204,8 @@ class Timing(msgspec.Struct, frozen=True):
     preemptions: int = 0
     """Number of times that a strict request preempted this one, so that it was computed again."""
     device: float = 0.0
-    """Device time (seconds) of the request: its share, by tokens, of the passes that computed it. 0 also when not
-    reported."""
+    """Device time (seconds) of the request: its share, by tokens, of the passes that computed it. 0 may also mean that
+    it was not reported."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):

@@ -40,11 +40,12 @@ class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
     """Room that the next strict request finds on a node."""
 
     rows: int = 0
-    """Batch rows that it could get at once: free rows, and rows that best-effort requests would give up."""
+    """Number of batch rows that this request could get at once: free rows, and rows that best-effort requests would
+    give up."""
     blocks: int = 0
-    """KV blocks that it could get at once, counted the same way."""
+    """Number of KV blocks that this request could get at once, counted like `rows`."""
     queued: int = 0
-    """Number of strict requests queued before it."""
+    """Number of strict requests queued before this request."""
     prompt_tokens: int = 0
     """Prompt tokens of queued and running strict requests that are not computed yet. They are computed before the
     prompts of other requests."""
@@ -95,7 +96,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     measuring: float | None = None
     """Progress (0 to 1) of the measurement that will give the node a `performance` model; None: none is running."""
     received: Received = Received()
-    """Reserved places whose requests the node has received; their reservations end."""
+    """Reserved places whose requests the node has received. The gateway then ends the reservations."""
     v: int = PROTOCOL_VERSION
     prefetches: int = 0
     """Number of forecast-driven prefetches in progress."""

@@ -1,4 +1,5 @@
-"""Load of a node as sums: of its record, computed once when it arrives, and of places reserved since."""
+"""Load of a node as sums. Those over the node's record are computed once, when the record arrives. Those over places
+reserved since then are computed separately."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from cluster.performance_model import PerformanceModel, PrefillModel
 MOST = 1 << 53
 """Upper bound of all counts. Up to it a record's integers are exact as floats, and sums fit in 64 bits."""
 MARGIN = 0.8
-"""Fraction of a promised TPOT with which nodes plan their passes, because forecasts err and passes vary."""
+"""Fraction of a promised TPOT that nodes aim at when they plan passes, because forecasts err and passes vary."""
 
 
 class Demand(msgspec.Struct, frozen=True):

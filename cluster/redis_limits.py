@@ -129,8 +129,8 @@ class RedisLimits:
         return [self._link.key("places", owner.name) for owner in call.owners]
 
     async def _recount(self) -> None:
-        """Reports to Redis the places that were taken or freed while it was away, or that it has lost. No call is
-        counted meanwhile: it would be counted twice, or not at all."""
+        """Reports to Redis the places that were taken or freed while Redis was away, or that Redis has lost. No call is
+        counted meanwhile, because that call would be counted twice, or not at all."""
         async with self._gate.closed():
             names = sorted({*self._here.places_in_use, *self._unreported})
             for first in range(0, len(names), OWNERS_TOGETHER):

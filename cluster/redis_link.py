@@ -41,7 +41,7 @@ MAX_ASKED = 10_000
 HEARTBEAT_SECONDS = 0.5
 """Time between two heartbeats. Each one also checks that no message was lost."""
 WORKER_SECONDS = 5.0
-"""Time without a heartbeat after which a worker counts as dead, and its places are free."""
+"""Seconds without a heartbeat after which a worker counts as dead, and its places as free."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """First and longest pause (seconds) before reconnecting."""
 STALE_SECONDS = 300.0

@@ -13,8 +13,8 @@ from cluster.node_book import FORGET_SECONDS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
 
 RESERVATION_SECONDS = 5.0
-"""Time after which a reservation ends if no record of the node has acknowledged it: the request never reached the
-node."""
+"""Seconds after which a reservation ends if no record of the node has acknowledged it. The request then never reached
+the node."""
 MAX_NODES = 1024
 
 PublishResult = Literal["taken", "older", "gap"]

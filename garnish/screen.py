@@ -127,7 +127,7 @@ class Column:
     name: str
     number: bool = False
     min_width: int = 0
-    """minimum width in characters to which the column may shrink; 0 keeps its width"""
+    """minimum width in characters to which the column may shrink; 0 means that the column does not shrink"""
     cut: bool = False
     """True truncates long cells with `…` instead of wrapping them"""
     spare: int = 0

@@ -30,7 +30,8 @@ PLACE_FILE = "place"
 
 
 class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a saved plan: a digest of its inputs, and its changes. It is stored in a file next to the plan."""
+    """Description of a saved plan: a digest of its inputs, and its changes. The description is stored in a file next to
+    the plan."""
 
     made_for: str
     plan_sha256: str

@@ -33,16 +33,16 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tile sizes and splits of one operation. They never depend on ranks. Tile sizes are powers of two."""
 
     tokens: Tile
-    """tokens of one tile; tensor cores need at least 16"""
+    """number of tokens in one tile; tensor cores need at least 16"""
     ranks: Tile
     shrink_width: Tile
-    """input columns that the shrink reads per step"""
+    """number of input columns that the shrink reads per step of its loop"""
     expand_width: Tile
-    """output columns that a program of the expand computes"""
+    """number of output columns that a program of the expand computes"""
     splits: Few
-    """programs among which a segment's input columns are divided; their sums are added in a fixed order"""
+    """number of programs among which a segment's input columns are divided; their sums are added in a fixed order"""
     rank_programs: Few
-    """programs among which a segment's ranks are divided"""
+    """number of programs among which a segment's ranks are divided"""
     warps: Few = 4
     stages: Few = 3
 

@@ -77,7 +77,7 @@ def shrink_tile(
 ):  # fmt: skip
     """Returns f32[BT, BR]: x[t0:end] @ A[j0:bound]^T over the column blocks of BK at k0, k0 + k_step, ...
 
-    Rows of A from `rank` on count as 0. With PADDED memory is read for them nevertheless.
+    Rows of A from `rank` on count as 0. With PADDED the kernel reads memory for these rows too, and ignores the values.
     """
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
@@ -114,7 +114,7 @@ def expand_tile(
 ):  # fmt: skip
     """Computes y[t0:end, n] += scale * xa @ B[:bound, n], with xa summed over its splits in order.
 
-    Rows of B from `rank` on count as 0. With PADDED memory is read for them nevertheless.
+    Rows of B from `rank` on count as 0. With PADDED the kernel reads memory for these rows too, and ignores the values.
     """
     t = t0 + tl.arange(0, BT)
     stored_rank = tl.minimum(rank, capacity)

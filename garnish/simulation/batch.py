@@ -1,4 +1,4 @@
-"""The batch of a simulated node: its ranks and adapters, and runs of decode steps while it does not change."""
+"""The batch of a simulated node: its ranks and adapters, and runs of decode steps while the batch does not change."""
 
 from __future__ import annotations
 

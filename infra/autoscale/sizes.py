@@ -83,9 +83,9 @@ class RecordingDriver:
         self._driver, self._directory, self._stated = driver, directory, stated
 
     def size(self, pool: str) -> PoolSize:
-        """Returns the driver's size, and corrects the recorded size if it differs.
+        """Returns the driver's size, and corrects the size in `sizes.json` if it differs from the driver's.
 
-        An interrupted autoscaler can leave such a record.
+        An interrupted autoscaler can leave a wrong size there.
         """
         current, recorded = self._driver.size(pool), read_sizes(self._directory).get(pool)
         if recorded is not None and recorded.size != current.desired and recorded.stated == self._stated(pool):
