@@ -45,7 +45,8 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A turn. The fields that must be null are those of an earlier reply that a client sends back."""
+    """Message of a conversation. Clients may send back a message of an earlier reply. Its fields that are not supported
+    here must be null."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: schema.Text | list[TextPart]
@@ -101,7 +102,7 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Model(msgspec.Struct, frozen=True):
-    """`root`, `parent` and `max_model_len` are vLLM's, for its clients."""
+    """A model in the list of models. The fields `root`, `parent` and `max_model_len` are not OpenAI's but vLLM's."""
 
     id: str
     created: int
@@ -135,7 +136,8 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The first token of an echoed prompt has no log probability."""
+    """Log probabilities of a completion's tokens. The first token of an echoed prompt has none, so its entries are
+    null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -144,7 +146,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class RankedLogprob(msgspec.Struct, frozen=True):
-    """vLLM's shape."""
+    """Log probability of one token, in vLLM's format. `rank` counts from 1, the most likely token of the vocabulary."""
 
     logprob: float
     rank: int
@@ -157,7 +159,7 @@ first token."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`stop_reason`: the stop string, or the one of `stop_token_ids`, that ended the text."""
+    """Choice of a completion. `stop_reason` is the stop string, or the id of `stop_token_ids`, that ended the text."""
 
     index: int
     text: str
@@ -168,7 +170,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Also each chunk of a stream, where only the last one has `usage`, if it was asked for."""
+    """A completion, or one chunk of a streamed completion. If usage is requested, a stream's last chunk contains it."""
 
     id: str
     created: int

@@ -29,8 +29,8 @@ MAX_PAGE = 1000
 
 
 class Residency(msgspec.Struct, frozen=True):
-    """A place of a version: node and tier. Known of versions that the tenant has called since the gateway started, or
-    has provisioned."""
+    """Memory tier of a node that holds a version. Only versions are listed that the tenant has provisioned, or has
+    called since the gateway started."""
 
     version: int
     node: str

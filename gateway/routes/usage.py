@@ -36,14 +36,15 @@ _ABOUT_TIME = "Unix time, or ISO 8601 (UTC where it names no zone); widened to w
 
 
 class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
-    """`cost` is null where the service has no prices."""
+    """Sums of usage over calls, and over the time for which nodes keep adapters in memory. `cost` is null if no prices
+    are configured."""
 
     requests: int
     prompt_tokens: int
     completion_tokens: int
     cold_starts: int
     device_seconds: float = 0.0
-    """Device time of the calls in seconds: their shares of the passes that computed them."""
+    """Device time of the calls in seconds: their shares of the forward passes that computed them."""
     device_gb_seconds: float = 0.0
     """GB-seconds (10^9 bytes for a second) of adapters on devices, without provisioned copies."""
     host_gb_seconds: float = 0.0
@@ -53,7 +54,8 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageRow(UsageSums, frozen=True, kw_only=True):
-    """Sums of one group; what it is not grouped by is null, and so is the base model's version."""
+    """Usage of one group of calls. Fields that are not in `group_by` are null. `version` is also null for the base
+    model."""
 
     tenant: str | None
     function: str | None
@@ -62,7 +64,8 @@ class UsageRow(UsageSums, frozen=True, kw_only=True):
 
 
 class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "to"}):
-    """`from` and `to` are Unix time at whole hours: the time asked for, widened to them."""
+    """Usage between `from` and `to`, in Unix time. Both are whole hours: the requested period is widened to whole
+    hours."""
 
     start: int
     end: int
