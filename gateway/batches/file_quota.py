@@ -58,7 +58,8 @@ class FileQuota:
         self._update(tenant, lambda current: self._with_room(tenant, current, limit, files=0, size=0))
 
     def record(self, tenant: str, file_id: str, size: int | None) -> None:
-        """Records the bytes of a file; None: it was deleted. Does nothing before the tenant's first upload."""
+        """Records the size of a file in bytes; None if it was deleted. Does nothing before the tenant's first
+        upload."""
 
         def recorded(current: FileSizes | None) -> FileSizes:
             current = current or FileSizes(0.0)
@@ -75,7 +76,8 @@ class FileQuota:
         self._store.delete(_key(tenant))
 
     def _with_room(self, tenant: str, current: FileSizes | None, limit: int, *, files: int, size: int) -> FileSizes:
-        """Returns the record, counted again if that is due or may make room. Raises Conflict."""
+        """Returns the tenant's record. The files are counted again if that is due, or if a new count may make room.
+        Raises Conflict if there is no room."""
         now = self._store.now()
         if (
             current is not None
@@ -97,7 +99,7 @@ class FileQuota:
 
 
 def _problem(sizes: FileSizes, limit: int, files: int, size: int) -> str:
-    """Returns why `files` more of `size` bytes exceed a limit; empty if they do not."""
+    """Returns which limit would be exceeded by `files` more files of `size` bytes together; empty if none would."""
     total = sum(sizes.files.values()) + size
     if len(sizes.files) + files > MAX_FILES:
         return f"the tenant may have {MAX_FILES} files, and has them"

@@ -25,7 +25,7 @@ from gateway.jobs.job_store import Stored
 BEAT_SECONDS = 2.0
 """Seconds between two writes of the record, which renew the lease, during long work."""
 FLUSH_LINES = 100
-"""Maximum unwritten answers: calls that run again if the gateway is killed. Calls in progress are not included."""
+"""Maximum answers that are not written yet. If the gateway is killed, these calls run again, like those in progress."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "the call did not run before the completion window ended")
 }
@@ -56,10 +56,10 @@ class BatchRun:
         self.calls: set[asyncio.Task[None]] = set()
         """Calls in progress."""
         self.attempts: dict[int, int] = {}
-        """Number of failed attempts of calls that are retried, by index."""
+        """Number of failed attempts of each call that is retried, by index of the call."""
         requested: Status | None = "cancelled" if record.status == "cancelling" else None
         self.ending: Status | None = record.ends_as or requested
-        """Final status, set once no further call starts."""
+        """Final status that the batch will get; None while further calls may start."""
         self.given_up = self.lost = False
         """True if the batch must be released (`given_up`), or if another gateway has it (`lost`)."""
         self.written_at = asyncio.get_running_loop().time()
@@ -177,7 +177,8 @@ class BatchRun:
         return self.record.total > 0 and sum(self._counts.values()) >= self.record.total
 
     async def write(self, **changes: Any) -> None:
-        """Writes new answers, then the record, which renews the lease. `changes`: further changes of the record."""
+        """Writes new answers, then the record, which renews the lease. `changes`: new values of further fields of the
+        record."""
         self.changed.clear()
         for writer in self._writers.values():
             if (part := writer.take()) is not None:
@@ -249,7 +250,7 @@ class BatchRun:
                 self._files.commit(record.tenant, file)
 
     async def _merge(self) -> None:
-        """Merges another process's write, which may be a request to cancel. Raises LeaseLost."""
+        """Merges a change of the record by another process, such as a request to cancel. Raises LeaseLost."""
         current = await self._threads.run(lambda: self._batches.find(*self.key))
         if current is None:  # its tenant was removed, maybe before the last answers were written
             await self._threads.run(self._remove_answers)

@@ -35,7 +35,7 @@ from gateway.jobs.poller import Poller, PollResult
 from gateway.jobs.windows import Function
 
 LEASE_SECONDS = 10.0
-"""Seconds without a change of its record after which another gateway may claim a batch."""
+"""Seconds after which another gateway may claim a batch whose record has not changed."""
 POLL_SECONDS = 3.0
 """Seconds between two polls for batches to claim."""
 FLUSH_SECONDS = 1.0
@@ -45,7 +45,7 @@ MAX_READS = 64
 """Maximum records that one poll reads."""
 MAX_IN_FLIGHT = 512
 BURST = 8
-"""Calls that start before spare rows are counted again, because nodes report a new call with a delay."""
+"""Maximum calls that start before spare rows are counted again. Nodes report a new call with a delay."""
 TICK_SECONDS = 0.02
 IDLE_SECONDS = 0.2
 ATTEMPTS = 3
@@ -85,7 +85,7 @@ class BatchRunner:
         self._shares = Shares(clock)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
         self._watch = ChangeWatch(clock)
-        """Watch of batches with other holders, by batch id."""
+        """Watch of the leases that other gateways hold, by batch id."""
         self._runs: dict[Key, BatchRun] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         """Calls in progress."""
@@ -164,7 +164,8 @@ class BatchRunner:
         return not record.holder or self._is_unchanged(record.id)
 
     def _is_unchanged(self, batch_id: str) -> bool:
-        """Returns whether the batch's record has not changed for LEASE_SECONDS, or was never read."""
+        """Returns whether the batch's lease has ended: its record has not changed for LEASE_SECONDS, or was never
+        read."""
         return self._watch.unchanged_s(batch_id) >= LEASE_SECONDS
 
     async def _drive(self, run: BatchRun) -> None:
@@ -338,7 +339,7 @@ def make_batches(
 
 
 async def _wait(event: asyncio.Event, seconds: float, at_least: float = 0.0) -> None:
-    """Waits until the event is set, at most `seconds`, and clears it."""
+    """Waits until the event is set, at most `seconds` seconds, and then clears it."""
     await asyncio.sleep(at_least)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):

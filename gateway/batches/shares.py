@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from gateway.batches.run import BatchRun
 
 MAX_WINDOW = 256.0
-"""Maximum calls in progress for one tenant's batches in one gateway worker."""
+"""Maximum size of a tenant's window: its batches' calls in progress in one gateway worker."""
 PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 30.0
 
 
 class Share:
-    """Share of one tenant. Its window halves when a limit of the tenant refuses a call, and grows with each answer."""
+    """Share of one tenant. Its window is the maximum number of calls in progress. It halves when a limit of the tenant
+    refuses a call, and grows with each answer."""
 
     def __init__(self, served: float) -> None:
         self.weight = 1.0
@@ -25,7 +26,7 @@ class Share:
         self.paused_until = 0.0
 
     def refuse(self, now: float, retry_after: float | None) -> float:
-        """Halves the window after a refusal. Returns the seconds for which no call of the tenant starts."""
+        """Halves the window after a call was refused. Returns the seconds for which no call of the tenant may start."""
         seconds = min(retry_after or PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         self.window, self.paused_until = max(1.0, self.window / 2), now + seconds
         return seconds

@@ -24,7 +24,7 @@ class SpareRows:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._called = np.empty(0)
-        """Times of nodes' last interactive requests (monotonic seconds), by row of the node table."""
+        """Time of each node's last interactive request in monotonic seconds, by row of the node table."""
 
     def count(self, nodes: NodeTable, base: str, in_flight: int) -> float:
         """Returns how many more calls may start; infinite if a node does not report its rows.
@@ -45,7 +45,8 @@ class SpareRows:
         return float(max(0.0, min(np.sum(spare), np.sum(limits) - in_flight)))
 
     def _limits(self, nodes: NodeTable, rows: np.ndarray, best_effort: np.ndarray) -> np.ndarray:
-        """Returns f64[C]: each node's limit of best-effort requests; infinite without interactive requests."""
+        """Returns f64[C]: the maximum best-effort requests on each of the C nodes `rows`. It is infinite for a node
+        without interactive requests."""
         requests, per_row = nodes.requests[rows], nodes.decode_per_row[rows]
         base, flat = nodes.decode_base[rows], nodes.flat_rows[rows]
         # Assumes that contexts and ranks of each request cost the mean of the running requests.
@@ -61,8 +62,8 @@ class SpareRows:
         return np.where(called, np.floor(limits), np.inf)
 
     def _are_called(self, nodes: NodeTable, rows: np.ndarray, busy: np.ndarray) -> np.ndarray:
-        """Returns bool[C]: which nodes have, or recently had, interactive requests. Records those that have some
-        now."""
+        """Returns bool[C]: whether each of the C nodes `rows` has, or recently had, interactive requests. `busy`:
+        bool[C], those that have some now."""
         if not self._called.size:
             self._called = np.full(len(nodes.live), -np.inf)
         now = self._clock()

@@ -23,14 +23,15 @@ class Times:
 
     received: float
     sent_at: float | None = None
-    """Time at which the request was sent to the current node, or to the first node that sent a token."""
+    """Time at which the request was sent to the current node. Once a token has arrived, it stays the time of sending to
+    the first token's node."""
     started_at: float | None = None
     first_at: float | None = None
     """Time at which the first token arrived."""
     last_at: float | None = None
     done_at: float | None = None
     hold_wait: float = 0.0
-    """Seconds of waiting for a first node."""
+    """Seconds for which the call waited for a first node to start."""
     schedule: float = 0.0
     """Duration of routing, over all attempts."""
     forecast: float | None = None

@@ -17,13 +17,13 @@ from gateway.calls.node_watch import NodeFailure
 
 THRESHOLD = 3
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Pause after the circuit opens, and the longest pause, in seconds."""
+"""First pause after a circuit opens, and the longest pause, in seconds."""
 
 Circuit = Literal["closed", "open", "half_open"]
 
 
 class Probe:
-    """Token of the single request that may go to a node whose circuit is half open."""
+    """Permit of the single request that may go to a node whose circuit is half open."""
 
 
 class CircuitOpen(NodeFailure):

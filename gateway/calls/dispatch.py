@@ -58,7 +58,7 @@ class Generation:
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, index: int) -> None:
         self.shared, self.invocation, self.index = dispatcher, invocation, index
         self.request = invocation.requests[index]
-        """Request as the call states it; `_sent` derives the one for each node from it."""
+        """Request as the call states it. `_sent` derives from it the request for each node."""
         self.function = invocation.target.function
         self.times = Times(invocation.received)
         self.key = CallKey(invocation.id, invocation.request_id, self.request.tenant, self.function)
@@ -145,13 +145,13 @@ class Generation:
 
     @property
     def used_tokens(self) -> int:
-        """Returns the tokens of the call's reserved ones that this generation has used so far."""
+        """Returns the number of reserved tokens that this generation has used so far."""
         return self._prompt_tokens + (self.times.tokens if self.done is None else self.done.completion_tokens)
 
     @property
     def _prompt_tokens(self) -> int:
-        """Returns the prompt tokens used: the prompt counts once it has started on a node, and for the first choice
-        only."""
+        """Returns the number of prompt tokens used. It is 0 until the prompt has started on a node, and for all choices
+        but the first."""
         return 0 if self.request.sampling.choice or self.times.started_at is None else len(self.request.token_ids)
 
     async def route(self, excluded: frozenset[str], *, displaces: bool = False, counts_refusal: bool = False) -> Placed:
@@ -212,7 +212,8 @@ class Generation:
             raise self.shared.hold.timeout_error()
 
     async def _route(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
-        """Returns a place on a node that is not excluded. If there is none, raises the first attempt's failure."""
+        """Returns a place on a node that is not in `excluded`. If there is none, raises `failure`, the error of the
+        first attempt, if that is not None."""
         began = time.monotonic()
         displaces, is_first = self.shared.router.displaces(self.request), failure is None and not self.times.hold_wait
         try:
@@ -313,15 +314,15 @@ class Dispatcher:
     accounting: Accounting
     called: CalledDigests
     record_call: Callable[[str, str, Adapter], None]
-    """Called for each call of a version, with tenant, function and adapter."""
+    """Function that is called for each call of a version, with tenant, function and adapter."""
     generation: Callable[[Dispatcher, Invocation, int], Generation] = Generation
     """Factory of generations; a policy that migrates them has its own (gateway.calls.migration)."""
     running: ActiveCalls = field(default_factory=ActiveCalls)
     began: float = field(default_factory=time.monotonic)
 
     async def wait_for_nodes(self, deadline: float) -> None:
-        """Waits until a node is live, or until every live node must have reported; at most until the deadline
-        (monotonic)."""
+        """Waits until a node is live, or until all live nodes must have reported. Waits at most until the deadline, in
+        monotonic seconds."""
         # A node that has not reported by then is taken for dead anyway.
         until = min(deadline, self.began + RECORD_EXPIRY)
         # The state may be shared with other processes, so no local event signals a change.

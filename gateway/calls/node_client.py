@@ -24,7 +24,8 @@ ANSWER_SECONDS = 5.0
 EVENT_LIMIT = 4 << 20
 """Maximum bytes of one event: a token with its log probabilities."""
 DEADLINE_SLACK = 10.0
-"""Seconds after a request's deadline at which the gateway gives it up. Nodes end requests at their deadline."""
+"""Seconds from a request's deadline until the gateway stops waiting for its node. The node itself should end the
+request at the deadline."""
 EOF_SECONDS = 0.2
 
 

@@ -38,7 +38,7 @@ class Head(msgspec.Struct, frozen=True):
     """Echoed text of each prompt; empty if nothing is echoed."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
-    """True if each chunk has the usage so far."""
+    """True if each chunk contains the usage up to this chunk."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:
@@ -105,9 +105,9 @@ class _StreamedChoices:
         self._head, self._index, self._generation = head, index, generation
         self._is_begun = False
         self._offset = 0
-        """Number of characters in the preceding tokens."""
+        """Number of characters in all preceding tokens of the generation."""
         self.completed = 0
-        """Number of completion tokens up to the latest chunk."""
+        """Number of completion tokens in the chunks up to the latest one."""
 
     def of(self, event: Token | Done) -> Iterator[StreamedChoice]:
         """Yields the choices that an event adds, one per chunk."""
@@ -153,8 +153,8 @@ def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int
 
 
 def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> tuple[StreamedChoice | None, int]:
-    """Returns the choice that precedes the first token (None: nothing), and the characters of the tokens in its
-    logprobs."""
+    """Returns the choice that is sent before the first token, or None. Also returns the number of characters of the
+    tokens in its logprobs."""
     if head.chat:
         return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None), 0
     echo = head.echo_of(index)

@@ -73,9 +73,9 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
 
 
 def prompt_logprobs(call: GenerationParams) -> int | None:
-    """Returns how many most likely tokens to report per prompt token; None: no log probabilities.
+    """Returns the number of most likely tokens to report per prompt token; None if no log probabilities are requested.
 
-    As in vLLM, `echo` asks for as many as `logprobs`.
+    As in vLLM, `echo` requests as many for the prompt as `logprobs` does for the output.
     """
     echoed = call.alternatives if call.echoes else None
     return max((k for k in (call.prompt_logprobs, echoed) if k is not None), default=None)
@@ -84,8 +84,8 @@ def prompt_logprobs(call: GenerationParams) -> int | None:
 def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, context: int, prompt_field: str) -> int:
     """Returns the maximum output tokens of a call.
 
-    `declared`: the call's own limit. `prompt`: number of its tokens. Raises ServiceError if both do not fit the
-    context.
+    `declared`: the limit that the call states; None without one. `prompt`: number of prompt tokens. `context`: maximum
+    tokens of prompt and output together. Raises ServiceError if prompt and output do not fit the context.
     """
     room = context - prompt
     if room < 1:
@@ -102,7 +102,7 @@ def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, c
 
 
 def kept_tokens(merged: GenerationParams, context: int) -> int | None:
-    """Returns how many of a prompt's last tokens to keep; None: all.
+    """Returns the number of a prompt's last tokens to keep; None keeps all.
 
     The value -1 keeps as many as leave room for `max_tokens`; with the service's default limit at least half the
     context is kept. Raises ServiceError for a value greater than the context.

@@ -73,9 +73,9 @@ class Invocation(msgspec.Struct, frozen=True):
     received: float
     """Time at which the request's headers had arrived, in monotonic seconds."""
     steps: dict[str, float]
-    """Seconds of each step before routing, for Server-Timing."""
+    """Duration of each step before routing, in seconds, for the header Server-Timing."""
     call: Call
-    """Amounts that the call takes of the tenant's and the function's limits."""
+    """Tokens and places that the call takes from the limits of the tenant and the function."""
     meter: Meter
     request_id: str = ""
     """Value of `x-request-id`."""
@@ -177,7 +177,7 @@ class InputProcessor:
         return RenderedConversation(text)
 
     async def served_context(self) -> int:
-        """Returns the longest context, in tokens of prompt and output, of the nodes that serve now.
+        """Returns the longest context of the nodes that serve now: tokens of prompt and output together.
 
         Without such a node it is the base model's own context, and routing then refuses the call as retryable.
         """

@@ -40,7 +40,7 @@ class Router:
     explanations: Explanations = field(default_factory=Explanations)
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     queued: QueueShares = field(default_factory=QueueShares)
-    """Requests that are placed on a node but have not started there."""
+    """Counts, by tenant, of the requests that are placed on a node but have not started there."""
 
     async def route(
         self,
@@ -102,7 +102,7 @@ class Router:
     def _refused_work(self, nodes: NodeTable, request: PlacementRequest) -> float | None:
         """Returns the node time, in seconds, that a refused request would take.
 
-        None if no node could serve it, or if the node has no measured model.
+        Returns None if no node could serve it, or if that node has no measured performance model.
         """
         rows = eligible_nodes(nodes, self.base, request, frozenset())
         return work(nodes, int(rows[0]), request) if rows.size else None

@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
 class Rendered(msgspec.Struct, frozen=True, tag=True):
     text: str
     last: bool
-    """True if the process uses so much memory that it should be replaced."""
+    """True if the process uses so much memory that it should be replaced after this answer."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
