@@ -73,7 +73,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     prices: Prices | None = None
     """Prices for `GET /usage`; None: no costs are shown."""
     webhook_hosts: tuple[str, ...] = ()
-    """Allowed hosts of webhooks (`*.domain`: all subdomains), and networks, which may be private. Empty: none."""
+    """Allowed hosts of webhooks (`*.domain` means all subdomains) and networks, which may be private. Empty if no
+    webhook is allowed."""
 
     call_body: int = 1 << 20
     deploy_body: int = 512 << 20
@@ -97,7 +98,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Timeout, in seconds, of a call that states no `timeout`."""
     max_timeout: float = MAX_TIMEOUT
     hold_seconds: float = 60.0
-    """Seconds for which a call without a node waits for one, if an autoscaler runs. 0: it is refused at once."""
+    """Seconds for which a call waits for a node if none runs and an autoscaler is active. 0 means that such a call is
+    refused at once."""
     connect_seconds: float = 2.0
     """Timeout, in seconds, of a connection to a node."""
     node_silence: float = 10.0

@@ -30,7 +30,8 @@ MAX_KEY_TEXT = 512
 MAX_NAMES = 50_000
 """Maximum tenants whose names are remembered."""
 REFUSAL_SECONDS = 0.05
-"""Refusals of keys take a multiple of this time (seconds), so that timing does not show whether the tenant exists."""
+"""Time unit, in seconds, of refusals of keys: each takes a multiple of it. So the duration does not show whether the
+tenant exists."""
 
 
 class Callers:
@@ -54,7 +55,7 @@ class Callers:
             grace=config.grace_seconds,
             confirmed=lambda tenant: confirmed(ADMIN_KEY if tenant is None else tenant_key(tenant)),
         )
-        """Owners of keys, by tenant; administrators under None."""
+        """Cached owners of keys, by tenant. The key None stands for all administrators."""
         self._names: set[str | None] = set()
         """Tenants that probably exist. Their records are read even before their first call."""
 
@@ -143,7 +144,8 @@ class Callers:
             raise ServiceError("forbidden", "this route needs an admin key")
 
     async def _is_known(self, text: str, claim: Principal) -> bool:
-        """Returns whether the key is valid by the cached record of its owner; False without a record."""
+        """Returns whether the key is valid according to its owner's cached record. Returns False if no record is
+        cached."""
         if claim.tenant is not None and claim.tenant not in self._names:
             return False
         try:
@@ -167,7 +169,8 @@ class Callers:
 
 
 class _Owner:
-    """Owner of keys. All administrators together are one owner without a name, of which only the keys are used."""
+    """Owner of keys: a tenant, or all administrators together. The owner of the administrators' keys has no name, and
+    only its keys are used."""
 
     __slots__ = ("_keys", "record")
 

@@ -51,9 +51,10 @@ class Functions:
         clock: Callable[[], float],
         confirmed: Callable[[str], float],
     ) -> None:
-        """`confirmed` returns the time at which a record, given by its key, was last known to be unchanged."""
+        """`confirmed` returns the time, by `clock`, at which the record with this key was last known to be
+        unchanged."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
-        """Called with each function (tenant, name) that this process has changed."""
+        """Function that is called with tenant and name of each function that this process has changed."""
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget)
@@ -108,7 +109,8 @@ class Functions:
         self._cache.forget_where(lambda key: key[0] == tenant)
 
     def remake(self, tenant: str, target: Target) -> ServiceError:
-        """Starts to rebuild an artifact that a node has found damaged. Returns the error for the call."""
+        """Starts to rebuild an artifact that a node has found to be damaged. Returns the error with which the call
+        ends."""
         assert target.version is not None and target.digest is not None  # nodes report damage of adapters only
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
         damage = f"the artifact of version {target.version} of function {target.function} was damaged"

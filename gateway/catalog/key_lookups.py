@@ -23,7 +23,8 @@ class KeyLookups:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Holds a place for a lookup. Raises ServiceError `overloaded` if there is none now."""
+        """Holds one of the AT_ONCE places for a lookup as long as the context lasts. Raises ServiceError `overloaded`
+        if none is free, or if there were too many lookups in this second."""
         if self._running >= AT_ONCE or not self._bucket.take(1, self._clock()):
             message = "too many keys that are not known are being looked up; try again later"
             raise ServiceError("overloaded", message, retry_after=RETRY_AFTER)

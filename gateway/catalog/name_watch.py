@@ -37,9 +37,9 @@ class NameWatch:
         self._seconds = seconds
         self._epoch: Epoch | None = None
         self.read_at = float("-inf")
-        """Start of the latest read, by `clock`."""
+        """Time, by `clock`, at which the latest read of the epoch began."""
         self._dirty: dict[str, float] = {}
-        """Time, by `clock`, until which each marked record may still be committed."""
+        """Time, by `clock`, until which a marked change may still be committed, by key of the record."""
         self._all_dirty_until: float | None = None
         self.on_mark: Callable[[Mark], None] = lambda _: None
         self.forget_all: Callable[[], None] = lambda: None
@@ -50,8 +50,7 @@ class NameWatch:
         return epoch, self._store.now() if self._begins_anew(epoch) else None
 
     def confirmed(self, key: str) -> float:
-        """Returns the time, by `clock`, until which no change of the record was committed since it was read or
-        forgotten.
+        """Returns the time, by `clock`, up to which a cached copy of the record is known to be current.
 
         The time is -inf while a marked change may still be committed.
         """
@@ -114,9 +113,10 @@ class NameWatch:
         return self._clock() - ago + DIRTY_SECONDS
 
     def _end_dirty(self, now: float) -> None:
-        """Ends marks whose changes can't be committed any more, and forgets their records.
+        """Drops marks whose changes can't be committed any more, and forgets the records that they name. `now`: time by
+        `clock`.
 
-        Copies read until now may be from before the commit.
+        Copies of these records that were read before `now` may be from before the commit.
         """
         if self._all_dirty_until is not None and self._all_dirty_until <= now:
             self._all_dirty_until = None

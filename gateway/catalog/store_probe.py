@@ -32,7 +32,7 @@ class StoreProbe:
         clock: Callable[[], float],
         answered: Callable[[], float],
     ) -> None:
-        """`answered` returns the time, by `clock`, of the latest other request that the store answered."""
+        """`answered` returns the time, by `clock`, of the latest request that the store answered, apart from probes."""
         self._store = store
         self._reads = threads
         self._writes = LeavableThreads(1)  # separate: reads still work if writes hang

@@ -21,11 +21,12 @@ MAX_NAMES = 50_000
 """Maximum names of one tenant that are listed; later ones in the list's order are not suggested."""
 MAX_KEPT = 200_000
 MAX_TENANTS = 1000
-"""Maximum cached names of all tenants (MAX_KEPT), and maximum tenants. The least recently used tenant is forgotten."""
+"""Maximum cached names of all tenants together (MAX_KEPT), and maximum tenants with cached names. The least recently
+used tenant is forgotten."""
 KEPT_FACTOR = 20.0
 """Multiple of its listing time for which a list is cached. So lists take at most a twentieth of one thread's time."""
 PATIENCE = 0.5
-"""Seconds for which a reply waits for the list."""
+"""Seconds for which an error reply waits for the list of the tenant's names."""
 PER_SECOND = 5
 """Maximum suggestions per second for one tenant."""
 
@@ -36,7 +37,7 @@ class _Tenant:
     expires: float = 0.0
     listing: asyncio.Task[None] | None = None
     second: int = 0
-    """Second in which `suggestions` were made."""
+    """Second, by the clock, to which the count `suggestions` belongs."""
     suggestions: int = 0
 
 

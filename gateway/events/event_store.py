@@ -26,7 +26,7 @@ TENANTS_A_POLL = 200
 LONGEST_POLL_S = 3.0
 """Maximum seconds of one poll. The next poll continues after the last tenant that was read."""
 LISTED = 128
-"""Number of a tenant's markers from which a poll chooses events."""
+"""Number of a tenant's earliest markers from which a poll chooses the events that it returns."""
 EVENTS_A_TENANT = 32
 """Maximum due events of a tenant that one poll returns."""
 
@@ -35,7 +35,7 @@ class EventStore(JobStore[EventRecord]):
     """Events of all tenants of a registry."""
 
     def __init__(self, store: ObjectStore, metrics: EventMetrics | None = None) -> None:
-        """`metrics` count all changes; None: they are not exported."""
+        """`metrics` count all changes of events; None if they are not exported."""
         self.metrics = metrics or EventMetrics(CollectorRegistry())
         super().__init__(store, EventRecord, event_key, markers_of, self.metrics.record_change)
 
@@ -84,7 +84,8 @@ class EventStore(JobStore[EventRecord]):
                 return
 
     def poll(self, index: str, after: str, now: float, closed: Collection[Function] = frozenset()) -> PollResult:
-        """Returns due events of an index, starting after the tenant `after`, without those of `closed` functions."""
+        """Returns the due events of an index, from the first tenant after `after` on. Events of `closed` functions are
+        left out. `now`: Unix time by the store's clock."""
         by_tenant: dict[str, list[Marker]] = {}
         next_in, until = inf, monotonic() + LONGEST_POLL_S
         tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
@@ -109,7 +110,7 @@ class EventStore(JobStore[EventRecord]):
         self.objects.delete(f"{WORKERS}{worker}")
 
     def workers(self) -> dict[str, float]:
-        """Returns the last heartbeat of each worker (store clock)."""
+        """Returns the time of each worker's last heartbeat, in Unix time by the store's clock."""
         return {info.key.removeprefix(WORKERS): info.modified for info in all_objects(self.objects, WORKERS)}
 
     def _remove_leftover(self, marker: Marker) -> None:

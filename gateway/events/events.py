@@ -37,7 +37,7 @@ SEARCH_S = 10.0
 """Time limit, in seconds, of the search for one function's dead letters."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
-"""Maximum attempts at a change that loses to other processes."""
+"""Maximum attempts at one change of an event. An attempt fails if another process changes the event first."""
 
 
 class EventQueued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
@@ -55,7 +55,7 @@ def make_channel(link: RedisLink | None) -> Channel[EventQueued]:
 class Page(NamedTuple):
     events: list[EventRecord]
     after: str | None
-    """Start of the next page; None: this is the last one."""
+    """Position at which the next page begins; None on the last page."""
 
 
 class _Count(NamedTuple):
@@ -73,9 +73,9 @@ class Events:
         self.threads = threads
         self.clock = StoreClock(store.objects, threads, monotonic)
         self.wakes: list[asyncio.Event] = []
-        """Events that are set when there may be an event to run or a delivery to try."""
+        """`asyncio.Event`s of the pollers, which are set when there may be an event to run or a delivery to try."""
         self.on_cancel: Callable[[str], None] = lambda _: None
-        """Called with the id of each event that is cancelled here."""
+        """Function that is called with the id of each event that is cancelled in this process."""
         self._channel = channel
         self._channel.on_message = lambda _: self.wake()
         self._max_queued = max_queued

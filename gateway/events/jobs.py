@@ -16,7 +16,8 @@ from gateway.leader.tick import Job, Tick
 
 KEPT_S = 24 * 3600.0
 DEAD_KEPT_S = 7 * 24 * 3600.0
-"""Retention of dead letters in seconds. It is longer, because an operator may have to fix the cause first."""
+"""Retention of dead letters in seconds. It is longer than that of other ended events, because an operator may have to
+fix the cause first."""
 WORKER_S = 60.0
 """Duration, in seconds, of a worker's lease on its events; heartbeats are far more frequent."""
 FORGOTTEN_S = 3600.0
@@ -27,7 +28,7 @@ COUNT_PAUSE_S = 30.0
 COUNTED = ("queued", "running", *DEAD, DELIVERING)
 """Indexes that are counted for /metrics."""
 MAX_COUNTED = 50_000
-"""Maximum count of one index, because a store lists only 1,000 markers per request."""
+"""Number of markers in one index at which counting stops, because a store lists only 1,000 markers per request."""
 
 
 def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:

@@ -51,7 +51,7 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Delivery to the destination."""
+    """Delivery of an ended event to its destination."""
 
     to: Destination
     state: Literal["pending", "delivered", "failed"] = "pending"
@@ -82,10 +82,10 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     due: float = 0.0
     """Earliest start of a queued event."""
     changed: float
-    """Time of the change to this state."""
+    """Time at which the event got its current state."""
     nonce: str
     holder: str = NOBODY
-    """Name of the worker that runs it; NOBODY: none."""
+    """Name of the worker that runs the event; NOBODY if none does."""
     attempts: tuple[Attempt, ...] = ()
     """Attempts since the event was accepted or last redriven."""
     result: InvokeReply | None = None
@@ -94,7 +94,7 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     on_failure: Destination | None = None
     delivery: Delivery | None = None
     depth: int = 0
-    """Number of events before it in a chain of destinations."""
+    """Number of events before this one in a chain, in which each event calls the next as its destination."""
     redriven: int = 0
     removed: bool = False
     """True while it is being removed."""

@@ -61,7 +61,8 @@ def succeeded(event: EventRecord, result: InvokeReply, now: float) -> EventRecor
 
 
 def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
-    """Returns the running event after a failed attempt: queued again if that may help, else a dead letter."""
+    """Returns the event after its running attempt failed. It is queued again if another attempt may succeed, else it is
+    a dead letter."""
     event_error = EventError(error.type, error.message)
     if error.type in POSTPONED:
         return postponed(event, error, now)

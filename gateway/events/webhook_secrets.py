@@ -1,4 +1,4 @@
-"""Tenants' webhook secrets. Two may be valid, so that receivers can change from one to the other."""
+"""Tenants' webhook secrets. Two may be valid at once, so that receivers can change from the old one to the new one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ MAX_ADDRESSES = 8
 
 
 class NotDelivered(Exception):
-    """A try has failed; its owner may read the text. `for_good`: no later try can succeed."""
+    """A try of a delivery has failed. The event's owner may read the text. `for_good`: True if no later try can
+    succeed."""
 
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(why)

@@ -30,7 +30,7 @@ IDLE_S = 5.0
 """Seconds between two polls while the worker is idle. Without Redis, this delays events from other hosts."""
 BEAT_S = 10.0
 STOP_S = 10.0
-"""Seconds for which events may continue when the worker stops; then they are queued again."""
+"""Seconds for which running events may continue while the worker stops. Events that run longer are queued again."""
 SAVED_WITHIN_S = 300.0
 """Seconds for which storing an outcome is tried. After that the event is run again, like that of a lost worker."""
 AGAIN_S = 1.0
@@ -143,7 +143,7 @@ class Worker:
         return refused_for
 
     async def _outcome(self, claim: Stored[EventRecord]) -> tuple[EventRecord, float | None]:
-        """Returns the event after its execution, and the result of `_run`."""
+        """Returns the event after its execution, and the value that `_run` returns."""
         task = asyncio.ensure_future(self._execute(claim.record))
         self._executions[claim.record.id] = claim, task
         try:
@@ -168,7 +168,8 @@ class Worker:
         return failed(claim.record, service_error, now), refused_for
 
     async def _now(self, claim: Stored[EventRecord]) -> float:
-        """Returns the store's time; the claim's if the store fails, so that the outcome is not lost."""
+        """Returns Unix time by the store's clock. If the store fails, returns the time of the claim, so that the
+        outcome is not lost."""
         try:
             return await self._events.clock.now()
         except StoreUnavailable:

@@ -28,7 +28,8 @@ AS_THEY_SAY: dict[type[Exception], tuple[str, float | None]] = {
     adapter_errors.CorruptFunction: ("internal", None),
     adapter_errors.CorruptArtifact: ("internal", None),
 }
-"""Errors of the registry whose message is shown to the caller: error type, and seconds of Retry-After."""
+"""Errors of the registry whose message is shown to the caller. Values are the error's type in the reply, and
+Retry-After in seconds."""
 
 
 class ClientGone(Exception):

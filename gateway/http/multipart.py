@@ -35,7 +35,8 @@ log = logging.getLogger("gateway")
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Form of an upload. `large`: name of the part that is streamed. `limits`: maximum bytes of each other part."""
+    """Expected parts of an upload. `large`: name of the part that is streamed. `limits`: maximum bytes of each other
+    part, by name."""
 
     large: str
     limits: dict[str, int]
@@ -45,7 +46,7 @@ ADAPTER = Form(WEIGHTS_FILE, {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10,
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """Upload of an adapter. `weights` is a file that exists only inside `receive_upload`."""
+    """Upload of an adapter. `weights` is a file that exists only as long as the context of `receive_upload`."""
 
     config: bytes
     weights: Path

@@ -17,7 +17,7 @@ LAST_SECONDS = 2.0
 PROBE_SECONDS = (1.0, 1.0, 2.0)
 """Seconds before each probe of a peer that has stopped sending.
 
-The first probe that reaches a closed socket gets a reset, which the next one detects.
+A peer whose socket is closed answers the first probe with a reset, so that the next probe fails.
 """
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE = "probe"

@@ -101,7 +101,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """Path in Starlette's syntax."""
     endpoint: Endpoint
     summary: str
-    """Summary; empty: the operation is not in the OpenAPI document."""
+    """Summary in the OpenAPI document. An operation with an empty summary is not in the document."""
     replies: Replies
     parameters: Sequence[Parameter]
     errors: frozenset[int]
@@ -125,7 +125,7 @@ class Details(TypedDict, total=False):
     multipart: Mapping[str, Any]
     """JSON schema of the form that is accepted as an alternative body."""
     etag: bool
-    """True if a successful reply has an ETag."""
+    """True if a successful reply has the header ETag."""
     if_match: bool
     """True if the route supports If-Match."""
 

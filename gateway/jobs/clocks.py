@@ -60,7 +60,8 @@ class ChangeWatch:
             self._observed[name] = etag, self._clock()
 
     def unchanged_s(self, name: str) -> float:
-        """Returns the seconds since the record's current version was first read; infinite if it was never read."""
+        """Returns the seconds since this process first read the record's current ETag. The value is infinite if the
+        record was never read."""
         return self._clock() - self._observed[name][1] if name in self._observed else math.inf
 
     def forget(self, name: str) -> None:

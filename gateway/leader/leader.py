@@ -22,7 +22,7 @@ from gateway.leader.tick import Job, Tick, TickEnded
 LEASE = "leader"
 LEASE_SECONDS = 2.5
 BEATS_A_LEASE = 3
-"""Heartbeats per lease. A killed leader is replaced within one lease and two heartbeats.
+"""Number of heartbeats within the duration of a lease. A killed leader is replaced within one lease and two heartbeats.
 
 Its last write may be seen one heartbeat late, and its end another one late. With Redis, whose clock ends the lease, it
 is one heartbeat less: 3.3 s, plus a job's pause.
@@ -30,9 +30,9 @@ is one heartbeat less: 3.3 s, plus a job's pause.
 ANSWER_SECONDS = 2.0
 """Timeout, in seconds, of reading and writing the lease."""
 TICK_SECONDS = 10.0
-"""Time limit of a tick in seconds."""
+"""Seconds from the start of a tick, which is one call of a job, to its deadline."""
 OVERTIME_SECONDS = 30.0
-"""Seconds after its deadline when a tick is cancelled: longer than one call of the store may take."""
+"""Seconds from a tick's deadline until it is cancelled. This is longer than one call of the store may take."""
 
 log = logging.getLogger("gateway")
 
@@ -67,7 +67,7 @@ class Leader:
         self._until = -math.inf
         """End of the lease, by the clock."""
         self._since = -math.inf
-        """Time, by the clock, at which the lease was last acquired, not renewed."""
+        """Time, by the clock, at which the lease was last acquired. Renewals do not change it."""
         self._led = self._failing = False
 
     def leads(self) -> bool:
@@ -103,7 +103,7 @@ class Leader:
         self._record_change()
 
     async def run_once(self, job: Job) -> None:
-        """Calls the job once, if this worker leads."""
+        """Runs one tick of the job, if this worker leads."""
 
         always = self._alone and job.scope == "nodes"
 
