@@ -21,7 +21,8 @@ class NotAllowed(OSError):
 
 @dataclass(frozen=True)
 class WebhookHosts:
-    """Allowed hosts. `hosts`: names; `*.` before a domain means all its subdomains. `networks`: may be private."""
+    """Allowed hosts of webhooks. `hosts`: names; `*.` before a domain means all its subdomains. `networks`: allowed
+    networks, which may be private."""
 
     hosts: frozenset[str]
     networks: tuple[Network, ...]

@@ -24,8 +24,8 @@ LEASE_SECONDS = 2.5
 BEATS_A_LEASE = 3
 """Number of heartbeats within the duration of a lease. A killed leader is replaced within one lease and two heartbeats.
 
-Its last write may be seen one heartbeat late, and its end another one late. With Redis, whose clock ends the lease, it
-is one heartbeat less: 3.3 s, plus a job's pause.
+Others may see its last write one heartbeat late, and the end of its lease another one late. With Redis, whose clock
+ends the lease, the replacement takes one heartbeat less: 3.3 s, plus the pause of a job.
 """
 ANSWER_SECONDS = 2.0
 """Timeout, in seconds, of reading and writing the lease."""

@@ -24,7 +24,7 @@ WANTED_SHARE = 0.75
 Tuned, like DEVICE_CHANCE, on one half of the traces of benchmarks/adapter_memory/prefetch.py.
 """
 PROVISIONED_SHARE = 0.5
-"""Share of each tier of a node's adapter memory for provisioned copies, which adapters of calls can't evict."""
+"""Share of each tier of a node's adapter memory for provisioned copies. Adapters that calls load can't evict these."""
 TENANT_PROVISIONED_SHARE = 0.5
 """Share of the memory for provisioned copies that one tenant may use."""
 TENANT_SHARE = 0.125
@@ -32,13 +32,13 @@ TENANT_SHARE = 0.125
 TENANT_WANTED = 16
 """Maximum adapters on one node for one tenant's orders and schedules."""
 MAX_LEFT_OUT = 1000
-"""Maximum targets that are left out for which the reason is recorded."""
+"""Maximum targets in `left_out`. Further targets that can't be planned are not recorded."""
 MAX_NODES = 4
-"""Maximum nodes on which a forecast keeps an adapter that they have in memory."""
+"""Maximum nodes on which a forecast keeps an adapter that is already in their memory."""
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
 """Names of the tiers in the reasons of targets that are left out."""
 STEPS = 20
-"""Number of steps to which probabilities in orders are rounded, so that small changes cause no new order."""
+"""Probabilities in orders are rounded to multiples of 1 / STEPS, so that small changes cause no new order."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PlannedAdapter:
     tier: Tier
     chance: float
     causes: dict[str, Cause] = field(default_factory=dict)
-    """Causes by function."""
+    """Reason for which each function wants the adapter, by key of the function."""
     provisioned: Tier | None = None
     """Fastest tier in which a function's policy provisions it; None: not provisioned."""
 
@@ -74,7 +74,7 @@ class PlannedAdapter:
 
     @property
     def steps(self) -> int:
-        """Returns the probability in steps of 1 / STEPS, as orders contain it."""
+        """Returns the probability of a call as a multiple of 1 / STEPS, as orders contain it."""
         return round(self.chance * STEPS)
 
     def message(self) -> WantedAdapter:
@@ -116,7 +116,7 @@ def node_memory(node: NodeRecord) -> NodeMemory:
 
 @dataclass
 class NodeWants:
-    """Planned adapters of a node, and the memory that is left."""
+    """Planned adapters of a node, and the adapter memory that they leave free."""
 
     memory: NodeMemory
     wants: dict[str, PlannedAdapter] = field(default_factory=dict)
@@ -124,9 +124,9 @@ class NodeWants:
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
     """Tier and bytes that each tenant's orders and schedules take, by tenant and digest."""
     room: dict[Tier, float] = field(init=False)
-    """Bytes left for planned adapters, by tier."""
+    """Bytes that further planned adapters may take, by tier."""
     kept_room: dict[Tier, float] = field(init=False)
-    """Bytes left for provisioned copies, by tier."""
+    """Bytes that further provisioned copies may take, by tier."""
 
     def __post_init__(self) -> None:
         self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}
@@ -173,8 +173,8 @@ class NodeWants:
         return None
 
     def _beyond(self, wish: PrewarmTarget, tier: Tier, size: float) -> str | None:
-        """Records the bytes that a tenant pins. Returns which of the tenant's limits the target exceeds; None if
-        none."""
+        """Returns a text that says which of the tenant's limits the target exceeds. If it exceeds none, records its
+        `size` in bytes and returns None."""
         tenant_bytes, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
         if digest in tenant_bytes:
             return None
@@ -196,7 +196,7 @@ class Plan:
         self._planned: dict[int, NodeWants] = {}
         """Planned adapters by row of the node."""
         self._copies: dict[tuple[str, str], set[int]] = {}
-        """Rows with a provisioned copy, by function and digest."""
+        """Rows of the nodes with a provisioned copy, by function and digest."""
         self.left_out: dict[str, list[LeftOut]] = {}
         """Targets that were requested but can't be planned, by function."""
 

@@ -89,7 +89,7 @@ class Residency:
         self._planned: frozenset[tuple[str, str]] = frozenset()
         """Id and epoch of the nodes in the last plan."""
         self._plan_at = -math.inf
-        """Time of the next plan, even if the nodes do not change."""
+        """Time, by `clock`, of the next plan if the nodes do not change before it."""
         self.owners = parts.owners
         self._holds = ManualHolds(clock)
         self._changed: set[str] = set()
@@ -100,9 +100,9 @@ class Residency:
         self._left_out: Mapping[str, list[LeftOut]] = {}
         """Targets that the last plan left out, by function."""
         self._since: dict[tuple[str, str], float] = {}
-        """Unix time since which each adapter is planned, by node and digest."""
+        """Unix time since which an adapter has been in the plan, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
-        """Called with the tenant and digest of each provisioned adapter."""
+        """Function that is called with the tenant and digest of each provisioned adapter."""
         channel.on_message = self._receive
 
     def record_call(self, tenant: str, function: str, adapter: Adapter) -> None:
@@ -110,7 +110,7 @@ class Residency:
         self._counter.record(tenant, function, adapter)
 
     def hold(self, want: ManualHold) -> None:
-        """Keeps an adapter wanted for a while, whichever worker leads."""
+        """Stores a manual hold, here and on the other workers, so that it applies whichever worker leads."""
         self._holds.hold(want)
         self._channel.publish(want)
 
@@ -129,7 +129,8 @@ class Residency:
         }
 
     async def provisionable(self) -> Memory:
-        """Returns the part of the nodes' memory that provisioned copies may use."""
+        """Returns the limits of provisioned copies: the bytes of the nodes' memory that they may use, and their
+        number."""
         return memory_of((node.record for node in await self._cluster.nodes()), self._base)
 
     async def forecast_of(self, tenant: str, function: str) -> ForecastReply:
@@ -241,7 +242,8 @@ class Residency:
         return by_node
 
     async def _resolve(self, keys: Sequence[str]) -> None:
-        """Looks up versions of functions where they are unknown. Lookups that take long are left to another tick."""
+        """Looks up the versions of the functions `keys` whose versions are unknown. What takes longer than
+        RESOLVE_SECONDS is left to the next tick."""
         unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
 
         async def resolve(key: str) -> None:

@@ -1,4 +1,4 @@
-"""Executes warm windows: the adapters that functions' policies want at the current time."""
+"""Executes warm windows: periods, set in functions' policies, in which nodes have the function's adapters ready."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class WarmSchedules:
     def _wishes_now(
         self, key: str, choices: Sequence[Choice] | None, now: float, open_windows: set[WarmWindow]
     ) -> list[PrewarmTarget] | None:
-        """Returns the function's current targets; None if it has no windows any more.
+        """Returns the function's current targets; None if its policy has no windows any more.
 
-        Adds its windows to `open_windows`.
+        Adds all windows of its policy to `open_windows`, whether they are open now or not.
         """
         if not choices:
             return None if choices is None else []

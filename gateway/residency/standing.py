@@ -46,7 +46,7 @@ class StandingPolicies:
         self._store, self._threads, self._functions = store, threads, functions
         self._reads = KeptReads("standing policies")
         self.has_read = False
-        """True once the policies were read. Before that, it is unknown what nodes must keep."""
+        """True once the policies were read. Until then it is unknown which adapters nodes must keep."""
         self.wishes: list[PrewarmTarget] = []
         """Provisioned copies as of the last check, most important first; unchanged while the registry is
         unavailable."""

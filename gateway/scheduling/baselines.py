@@ -10,7 +10,7 @@ from cluster.node_table import ABSENT, STANDARD, NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 ASSUMED_ROWS = 32
-"""Batch size assumed for a node that reports no maximum: Punica's largest batch, in rows."""
+"""Batch size, in rows, that is assumed for a node that reports no maximum. It is Punica's largest batch."""
 
 
 class MostIdle:

@@ -77,7 +77,7 @@ class Decision(msgspec.Struct, frozen=True):
     tries: int
     """Number of times that the policy chose. It chooses again if another request takes the chosen place first."""
     excluded: list[str]
-    """Nodes on which this request has already failed."""
+    """Ids of the nodes on which this request has already failed."""
     prompt_tokens: int
     max_tokens: int
     expected_tokens: float

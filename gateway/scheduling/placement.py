@@ -17,7 +17,7 @@ from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
 
 RETRY_AFTER = 1.0
-"""Default Retry-After in seconds: by then a place may be free, or a node may have started."""
+"""Default Retry-After in seconds. After that time a place may be free, or a node may have started."""
 ATTEMPTS = 4
 """Maximum attempts to place one request. An attempt fails if other requests take the place or change the node first."""
 
@@ -29,7 +29,7 @@ class Placed(msgspec.Struct, frozen=True):
     epoch: str
     url: str
     forecast: float | None = None
-    """Forecast seconds from now to the first token; None if the policy or the node has no forecast."""
+    """Forecast seconds from the placement to the first token; None if the policy or the node has no forecast."""
     pool: str = ""
     """Pool of the node."""
     work: float | None = None

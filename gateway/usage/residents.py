@@ -23,8 +23,8 @@ from gateway.usage.counts import UsageCounts
 
 METER_SECONDS = 10.0
 LONGEST_GAP = 60.0
-"""Longest time between two readings that is counted, in seconds. In a longer one another worker may have led and
-counted."""
+"""Maximum seconds between two readings for which adapters are counted. In a longer time another worker may have led and
+counted them."""
 MAX_DIGESTS = 40_000
 """Maximum digests whose owners are remembered; the least recently named digest is forgotten."""
 MAX_OWNERS = 16
@@ -34,7 +34,7 @@ MAX_LOOKUPS = 32
 GB = 1e9
 TIERS = ("device", "host")
 TOGETHER = 256
-"""Counts made between two pauses for the event loop."""
+"""Number of counts made between two pauses that let the event loop run."""
 
 Owner = tuple[str, str]
 """Tenant and function."""
