@@ -61,7 +61,7 @@ def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
 
 
 def as_address(text: str) -> Address | None:
-    """Returns the address, or None if the text is none."""
+    """Returns the text as an IP address; None if it is not one."""
     try:
         return ip_address(text)
     except ValueError:

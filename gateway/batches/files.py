@@ -79,7 +79,7 @@ class FileStore:
         return Part(name, len(data))
 
     def commit(self, tenant: str, record: FileRecord) -> FileRecord:
-        """Completes an upload by storing the file's record, which lists it."""
+        """Completes an upload by storing the file's record. Only then is the file listed."""
         self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
         self.quota.record(tenant, record.id, record.bytes)
         self.store.delete(_upload_key(tenant, record.id))

@@ -46,7 +46,7 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     """Id of the key that created the batch; None if no keys are required."""
     by_admin: bool = False
     at: dict[str, float] = msgspec.field(default_factory=dict)
-    """Unix time of the change to each status."""
+    """Unix time at which the batch got each status it has had."""
     problems: tuple[BatchProblem, ...] = ()
     total: int = 0
     completed: int = 0
@@ -103,7 +103,8 @@ class BatchStore(JobStore[BatchRecord]):
         super().__init__(store, BatchRecord, _key, _markers)
 
     def create(self, tenant: str, request: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
-        """Stores a new batch. Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
+        """Stores a new batch and returns its record. Raises ServiceError `conflict` if MAX_OPEN batches of the tenant
+        have not ended."""
         if len(self.objects.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
             why = f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
             raise ServiceError("conflict", why)

@@ -18,7 +18,7 @@ FLEETING = frozenset({"node_failed", "timeout", "internal"})
 
 
 class LineReply(msgspec.Struct, frozen=True):
-    """Reply of a call: `status` and `body` of its route."""
+    """Reply to a call: the status and body that its route returned."""
 
     status: int
     body: bytes

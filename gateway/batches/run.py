@@ -23,13 +23,14 @@ from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.job_store import Stored
 
 BEAT_SECONDS = 2.0
-"""Seconds between two writes of the record, which renew the lease, during long work."""
+"""Seconds between two writes of the record that renew the lease during long work, such as reading the input."""
 FLUSH_LINES = 100
 """Maximum answers that are not written yet. If the gateway is killed, these calls run again, like those in progress."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "the call did not run before the completion window ended")
 }
-"""Errors (code, message) in the error file for calls that never ran, by final status. Other statuses have none."""
+"""Errors (code, message) that the error file states for calls that never ran, by the batch's final status. With other
+statuses the file does not list these calls."""
 
 
 class LeaseLost(Exception):
@@ -137,7 +138,8 @@ class BatchRun:
 
     @property
     def has_calls(self) -> bool:
-        """True if `next_call` may return one."""
+        """True if `next_call` may return a call now. It still returns None if all remaining calls have been
+        answered."""
         is_due = self._again and self._again[0][0] <= asyncio.get_running_loop().time()
         return self._may_begin() and bool(is_due or self._next < len(self._order))
 
@@ -216,7 +218,7 @@ class BatchRun:
         await self.write(status=ended.status, at=ended.at, holder="")
 
     def give_up(self) -> None:
-        """Requests the release of the batch, for another gateway or a later time."""
+        """Requests the release of the batch, so that another gateway, or this one later, can continue it."""
         self.given_up = True
         self.changed.set()
 

@@ -40,7 +40,8 @@ POLL_SECONDS = 3.0
 """Seconds between two polls for batches to claim."""
 FLUSH_SECONDS = 1.0
 MAX_RUNS = 16
-"""Maximum batches at once in one gateway worker. Each needs about 1 MB for the positions of 50,000 lines."""
+"""Maximum batches that one gateway worker runs at once. A batch of 50,000 lines needs about 1 MB for their
+positions."""
 MAX_READS = 64
 """Maximum records that one poll reads."""
 MAX_IN_FLIGHT = 512
@@ -52,7 +53,7 @@ ATTEMPTS = 3
 THREADS = 8
 
 AnswerLine = Callable[[str, Endpoint, Line, str], Awaitable[Answer]]
-"""Function that answers a line: gets tenant, endpoint, line and request id."""
+"""Function that returns the answer to a line. It gets the tenant, endpoint, line and request id."""
 Key = tuple[str, str]
 """Tenant and id of a batch."""
 
@@ -132,8 +133,8 @@ class BatchRunner:
         return PollResult(claimable)
 
     async def _make_room(self) -> None:
-        """Releases a batch of a tenant with several, if a tenant without a running batch waits. Runs until
-        cancelled."""
+        """Releases one batch of a tenant with several running ones, if a tenant without a running batch waits. Runs
+        until cancelled."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if len(self._runs) < MAX_RUNS:
@@ -307,7 +308,7 @@ class BatchRunner:
 
 @dataclass(frozen=True)
 class Batches:
-    """Files and batches of all tenants. `runner` runs the batches that no other gateway runs."""
+    """Files and batches of all tenants. `runner` runs those batches that this worker claims."""
 
     files: FileStore
     records: BatchStore

@@ -19,8 +19,8 @@ class Share:
     def __init__(self, served: float) -> None:
         self.weight = 1.0
         self.served = served
-        """Number of calls started, each divided by the weight at that time. The tenant with the lowest value is
-        next."""
+        """Sum over the started calls of 1 / (the tenant's weight at that time). The tenant with the lowest sum starts
+        the next call."""
         self.in_flight = 0
         self.window = MAX_WINDOW
         self.paused_until = 0.0
@@ -54,7 +54,8 @@ class Shares:
         self._shares = {name: share for name, share in self._shares.items() if name in running or share.in_flight}
 
     def pick(self, runs: Iterable[BatchRun]) -> BatchRun | None:
-        """Returns the batch whose call starts next: the oldest of the next tenant. None if no call may start."""
+        """Returns the batch whose call starts next: the oldest batch of the tenant with the lowest `served`. Returns
+        None if no call may start."""
         oldest: dict[str, BatchRun] = {}
         for run in runs:
             tenant, current = run.record.tenant, oldest.get(run.record.tenant)

@@ -9,17 +9,20 @@ import numpy as np
 from cluster.node_table import STANDARD, NodeTable
 
 KEPT_SHARE = 1 / 8
-"""Share of a node's rows, rounded down, that batches leave free for the next interactive calls."""
+"""Share of a node's rows that batches leave free for the next interactive calls, rounded down to whole rows."""
 LONGER_SHARE = 1 / 4
-"""Maximum relative increase of a node's decode step that interactive calls may suffer."""
+"""Maximum share by which calls of batches may prolong the decode steps of a node with interactive calls."""
 UNKNOWN_SHARE = 1 / 8
-"""Maximum share of a node's rows for batches with interactive calls, if the node's decode step is unknown."""
+"""Maximum share of a node's rows that batches get if the node also has interactive calls, and its decode step is
+unknown."""
 CALLED_S = 5.0
-"""Seconds after its last interactive request for which a node is treated as having one, because another is likely."""
+"""Seconds for which a node is treated as having interactive requests after the last one ended. Another one is likely in
+this time."""
 
 
 class SpareRows:
-    """Spare rows as one gateway worker counts them. `clock`: monotonic seconds."""
+    """Counter of spare rows: rows of the nodes' batches that calls of batches may use now. `clock`: monotonic
+    seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

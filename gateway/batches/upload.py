@@ -25,10 +25,10 @@ MAX_FILENAME = 200
 async def receive_file(
     request: Request, config: GatewayConfig, files: FileStore, threads: StoreThreads, tenant: str, limit: int
 ) -> FileRecord:
-    """Stores the file in a multipart body, and returns the file's record. `limit`: maximum bytes of all the tenant's
-    files.
+    """Stores the file in a multipart body, and returns the file's record. `limit`: maximum bytes of all files of the
+    tenant.
 
-    Raises ServiceError, Conflict; then nothing of the file remains.
+    Raises ServiceError, Conflict. After an error nothing of the file remains.
     """
     form = FormParts(request, FILE_FORM)
     file_id = await threads.write(files.begin, tenant, _size_of(request), limit)

@@ -38,7 +38,7 @@ def call_of(
     """Returns the tokens and places that a call takes from its tenant's and its function's limits.
 
     `yields`: True for a background call, which leaves some places to interactive calls. Raises ServiceError
-    `validation_failed` for more choices than may ever run at once.
+    `validation_failed` if the call has more choices than the limits allow at once.
     """
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}

@@ -37,7 +37,8 @@ from gateway.workers.called import CalledDigests
 ATTEMPTS = 2
 """Maximum attempts to get a first token."""
 MAX_RESUMPTIONS = 2
-"""Maximum resumptions of one request, so that a request that crashes nodes does not reach all of them."""
+"""Maximum number of times that one request continues on another node. So a request that crashes nodes does not reach
+all of them."""
 NODE_ERRORS = ("node_failed", "unavailable")
 """Errors of a node that are not the request's fault."""
 
@@ -70,7 +71,7 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprob] = []
         """Log probabilities of the prompt's tokens from the second on; complete when the first event arrives."""
         self.resumed = 0
-        """Number of resumptions on another node."""
+        """Number of times that the generation continued on another node."""
         self._generated: list[int] = []
         self._failures = 0
         self._is_queued = False
@@ -169,7 +170,8 @@ class Generation:
         )
 
     def _tracked(self) -> AbstractContextManager[asyncio.Future[Exception]]:
-        """Registers the generation as revocable, and yields the future of the reason."""
+        """Registers the generation, so that it can be revoked. Yields the future whose result is the reason for a
+        revocation."""
         return self.shared.running.track(self.request.tenant, self.function, self.times.received)
 
     def _interruption(self) -> asyncio.Future[Exception]:
@@ -177,7 +179,8 @@ class Generation:
         return self._revoked
 
     async def _route_or_hold(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
-        """Routes the request and returns its place; with an autoscaler it may wait for a node. Raises ServiceError.
+        """Routes the request and returns its place. If an autoscaler runs, the request may wait for a node. Raises
+        ServiceError.
 
         It waits if there is no node, if the only node has just refused the request because it is stopping, and if the
         first node to start is full.
@@ -330,7 +333,7 @@ class Dispatcher:
             await asyncio.sleep(0.02)
 
     def generations(self, invocation: Invocation) -> list[Generation]:
-        """Returns one generation per choice, none of them started."""
+        """Returns one generation per choice. They are not started yet."""
         if (adapter := invocation.target.adapter) is not None:
             self.record_call(invocation.tenant, invocation.target.function, adapter)
         return [self.generation(self, invocation, index) for index in range(len(invocation.requests))]
@@ -338,9 +341,9 @@ class Dispatcher:
 
 @asynccontextmanager
 async def events_of(generations: Sequence[Generation]) -> AsyncIterator[AsyncGenerator[Item, None]]:
-    """Admits a call, and yields the merged events of all its generations.
+    """Admits a call, and yields an iterator over the merged events of all its generations.
 
-    Raises the first ServiceError and ends the other generations.
+    Raises the first ServiceError, and then ends the other generations.
     """
     shared, call = generations[0].shared, generations[0].invocation.call
 

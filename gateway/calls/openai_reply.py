@@ -147,7 +147,8 @@ def usage_of(head: Head, ends: Sequence[Done]) -> openai.TokenUsage:
 
 
 def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int) -> openai.TokenUsage:
-    """Returns the usage after `completion` tokens of all choices; cached tokens are not counted yet."""
+    """Returns the token usage after `completion` tokens of all choices together. The number of cached tokens is not
+    known yet and stays 0."""
     prompt = sum(len(generation.request.token_ids) for generation in generations[:: head.choices])
     return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(0))
 
@@ -206,7 +207,7 @@ def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]
 def _completion_logprobs(
     head: Head, entries: Sequence[TokenLogprob], offset: int, echo: Echo | None = None
 ) -> openai.CompletionLogprobs | None:
-    """Returns `logprobs` for completions; None if not requested.
+    """Returns the field `logprobs` of a completion; None if it was not requested.
 
     `offset`: characters before the first entry. `echo`: the echoed prompt, in which case the entries begin with the
     prompt's second token.

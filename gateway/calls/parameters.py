@@ -1,4 +1,4 @@
-"""Resolves a call's parameters for nodes, using the function's defaults for what it leaves out.
+"""Resolves a call's parameters for nodes. The function's defaults replace parameters that the call leaves out.
 
 See docs/design/decisions/generation-params.md.
 """
@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-4
 """Temperature below which sampling is greedy, because dividing logits by it would overflow."""
 MAX_PROMPT_LOGPROBS = 1 << 16
-"""Maximum log probabilities of prompt tokens for one call, including alternatives and choices."""
+"""Maximum log probabilities of prompt tokens in one call's reply, including those of alternatives, over all choices."""
 
 
 MAX_SEED = (1 << 63) - 1
@@ -41,7 +41,8 @@ def merge(stated: Params, defaults: Defaults) -> Params:
 
 
 class NodeParameters(TypedDict):
-    """Fields of a GenerateRequest that depend on the call's parameters alone, so not `max_tokens`."""
+    """Fields of a GenerateRequest that depend on the call's parameters alone. `max_tokens` also depends on the prompt,
+    so it is not one of them."""
 
     sampling: Sampling
     stop: list[str]
@@ -49,7 +50,7 @@ class NodeParameters(TypedDict):
 
 
 def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodeParameters:
-    """Returns the parameters as nodes take them, for the first choice.
+    """Returns the parameters of the first choice in the form that nodes accept.
 
     Raises ServiceError for token ids outside the vocabulary, and for too many bad words.
     """

@@ -56,9 +56,9 @@ class Router:
         """Reserves a place on a node that is not excluded, logs the decision, and returns the place. Raises
         ServiceError.
 
-        `generated`: number of tokens from earlier nodes; None before the first one. `received`: monotonic seconds from
-        which the TTFT target counts. `displaces`: the request may take another's place in a full queue.
-        `counts_refusal`: a refusal by full queues counts as unmet demand of the pools.
+        `generated`: number of tokens received from earlier nodes; None before the first token. `received`: monotonic
+        seconds from which the TTFT target counts. `displaces`: True if the request may take another request's place in
+        a full queue. `counts_refusal`: True if a refusal because of full queues counts as unmet demand of the pools.
         """
         nodes = await self.state.table()
         excluded |= self.breakers.blocked(nodes)
@@ -95,7 +95,7 @@ class Router:
             )
 
     def displaces(self, request: GenerateRequest) -> bool:
-        """Returns whether the request may take another's place in a full queue, by the same rule as on the node."""
+        """Returns whether the request may take another request's place in a full queue. Nodes use the same rule."""
         crowded = self.queued.tenant_to_displace(request.tenant, request.weight)
         return crowded is not None or request.slo_class == "strict" or request.reserved > 0
 

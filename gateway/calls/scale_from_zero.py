@@ -1,4 +1,4 @@
-"""Scale from zero: calls without a node wait for the first one, if an autoscaler is running that can start it.
+"""Scale from zero: if no node runs, calls wait for the first one, provided that an autoscaler runs that can start it.
 
 Without an autoscaler no node would start, so the calls are refused at once.
 """
@@ -19,7 +19,8 @@ from cluster.state import ClusterState
 AUTOSCALER = "autoscaler"
 """Name of the autoscaler's lease; its holder sets the pools' sizes."""
 LED_S, UNLED_S = 1.0, 0.1
-"""Seconds for which a check of the lease is cached, with and without an autoscaler."""
+"""Seconds for which a check of the autoscaler's lease is cached: the first value if an autoscaler holds it, the second
+if none does."""
 POLL_S = 0.05
 """Seconds between two checks for a node while calls wait."""
 RETRY_PAUSE_S = 1.0
@@ -81,8 +82,8 @@ class FirstNodeWait:
     def timeout_error(self) -> ServiceError:
         """Returns the error for a call that waited for the maximum time.
 
-        Its Retry-After is the duration of the previous start of a first node, less what has passed. If that is over, it
-        is as much time as has passed.
+        Its Retry-After is the time that remains if the node starts as fast as the previous first node did. If more time
+        than that has already passed, Retry-After is the time that has passed.
         """
         passed = 0.0 if self._since is None else self._clock() - self._since
         expected = passed if self._last_wait is None or self._last_wait <= passed else self._last_wait - passed

@@ -1,7 +1,7 @@
 """Helper process that renders functions' own chat templates, started by gateway.calls.chat_templates.
 
 Templates are tenants' programs: a few characters can take much memory and time. They run here in a process of low
-priority, one conversation at a time, which is killed when it needs too much.
+priority, one conversation at a time. The process is killed when it needs too much memory or time.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Callers:
     async def is_valid(self, tenant: str | None, key_id: str) -> bool:
         """Returns whether a key exists and is not revoked. Raises StoreUnavailable.
 
-        `tenant`: owner of the key; None: administrators.
+        `tenant`: owner of the key; None for an administrator's key.
         """
         try:
             return (await self._owners.get(tenant)).has_id(key_id)
@@ -135,7 +135,7 @@ class Callers:
             self._names.add(tenant)
 
     def forget_all(self) -> None:
-        """Forgets all callers, after changes of unknown records."""
+        """Forgets all cached callers, after it is unknown which records have changed."""
         self._owners.forget_where(lambda _: True)
 
     async def admin(self, request: Request) -> None:
@@ -155,8 +155,8 @@ class Callers:
             return False
 
     async def _look_up(self, text: str, claim: Principal) -> None:
-        """Verifies a key that the cache does not contain. Raises ServiceError, the same whether or not the owner
-        exists."""
+        """Verifies, in the registry, a key that the cache does not contain. Raises ServiceError. The error does not
+        show whether the owner exists."""
         with self._lookups.one():
             if await self._threads.read(self._tenants.verify, text) is None:
                 raise _invalid_key()
@@ -203,7 +203,8 @@ def _invalid_key() -> ServiceError:
 
 
 def _check_local(request: Request, bound_host: str) -> None:
-    """Lets only local addresses and pages call: without keys, any web page in a browser on this host could.
+    """Admits only requests to local addresses and from local pages. Without keys, any web page in a browser on this
+    host could otherwise call.
 
     Raises ServiceError `forbidden` for requests that a page of another site can make a browser send. Except for plain
     reads, browsers name the page's site in `Origin`, and they do not let pages read the replies to those. If a site's

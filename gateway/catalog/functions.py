@@ -25,7 +25,7 @@ from gateway.http.errors import STORE_RETRY_AFTER
 T = TypeVar("T")
 
 Key = tuple[str, str, str]
-"""Tenant, function and qualifier (empty: none stated)."""
+"""Tenant, function and qualifier; the qualifier is empty if none is stated."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -69,8 +69,9 @@ class Functions:
     async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
         """Returns the target of a call. The base model's id without a qualifier means the base model.
 
-        `side`: calls with the same value stay on the same side of an alias that splits calls, while its shares do not
-        change. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact, ArtifactPending.
+        `side`: key that selects the version if an alias splits its calls. Calls with the same key get the same version
+        as long as the alias's shares do not change. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact,
+        ArtifactPending.
         """
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
@@ -97,11 +98,11 @@ class Functions:
             self.on_change(tenant, name)
 
     def forget(self, tenant: str, name: str) -> None:
-        """Forgets a function, after a change by anyone."""
+        """Forgets a cached function, after this or another process has changed it."""
         self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
     def forget_all(self) -> None:
-        """Forgets all functions, after changes of unknown records."""
+        """Forgets all cached functions, after it is unknown which records have changed."""
         self._cache.forget_where(lambda _: True)
 
     def forget_tenant(self, tenant: str) -> None:

@@ -9,9 +9,10 @@ from cluster.errors import ServiceError
 from cluster.limits import Bucket
 
 LOOKUPS_PER_SECOND = 50
-"""Lookups per second of the whole gateway."""
+"""Maximum lookups per second in the whole gateway."""
 AT_ONCE = 4
-"""Concurrent lookups of one worker: fewer than the threads for reads, which known callers also need."""
+"""Maximum concurrent lookups of one worker. There are more threads for reads than that, so known callers are still
+served."""
 RETRY_AFTER = 1.0
 
 

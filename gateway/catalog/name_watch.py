@@ -19,7 +19,7 @@ from gateway.background import background
 from gateway.catalog.threads import StoreThreads
 
 POLL_SHARE = 0.8
-"""Fraction of `cache_seconds` between two reads of the epoch."""
+"""Time between two reads of the epoch, as a fraction of `cache_seconds`."""
 
 log = logging.getLogger("gateway")
 
@@ -107,7 +107,8 @@ class NameWatch:
     def _dirty_until(self, marked: float, now: float | None) -> float:
         """Returns the time, by `clock`, until which a change marked at `marked` may still be committed.
 
-        `marked` and `now` are the store's time, `now` from a moment ago. Without `now` the mark counts as made now.
+        `marked` and `now` are times by the store's clock. `now` is None if the store's time is unknown; then the mark
+        counts as just made.
         """
         ago = 0.0 if now is None else max(0.0, now - marked)
         return self._clock() - ago + DIRTY_SECONDS

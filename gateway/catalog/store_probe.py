@@ -14,11 +14,11 @@ from gateway.catalog.threads import LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig
 
 READ_KEY = "admin.json"
-"""Key of an object that need not exist: the store must only answer."""
+"""Key of the object that a probe reads. The object need not exist, because the store must only answer."""
 WRITE_KEY = "probes/ready"
 WRITE_BYTES = 4096
 WRITE_EVERY = 10.0
-"""Minimum seconds between two writes."""
+"""Minimum seconds between two writes by probes."""
 
 log = logging.getLogger("gateway")
 

@@ -1,4 +1,4 @@
-"""Events in the object store. Methods block."""
+"""Events, which are asynchronous calls, in the object store. Methods block."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EventStore(JobStore[EventRecord]):
         return True
 
     def records(self, markers: Sequence[Marker]) -> list[EventRecord]:
-        """Returns the events that need the markers; leftovers and damaged events are left out."""
+        """Returns the events to which the markers belong. Leftover markers and damaged events are skipped."""
         records = read_each(self.objects, [event_key(marker.tenant, marker.id) for marker in markers], EventRecord)
         return [
             event
@@ -65,7 +65,8 @@ class EventStore(JobStore[EventRecord]):
         ]
 
     def list_markers(self, prefix: str, after: str = "", page: int = MAX_LIST) -> Iterator[Marker]:
-        """Yields markers whose keys begin with `prefix` and are greater than `after`; `page` of them per request."""
+        """Yields markers whose keys begin with `prefix` and are greater than `after`. Each request to the store lists
+        `page` of them."""
         while infos := self.objects.list(prefix, after, page):
             for info in infos:
                 if (marker := parse_marker(info.key, info.modified)) is not None:
@@ -103,7 +104,7 @@ class EventStore(JobStore[EventRecord]):
         return PollResult(by_tenant, next_in, next_after)
 
     def beat(self, worker: str, count: int) -> None:
-        """Renews the worker's lease on the events that it runs."""
+        """Renews the worker's lease on the events that it runs. `count`: number of these events."""
         self.objects.put(f"{WORKERS}{worker}", str(count).encode())
 
     def retire(self, worker: str) -> None:

@@ -22,7 +22,7 @@ from gateway.jobs.job_store import JobRecord, Marker
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 LISTED_STATES: tuple[State, ...] = ("running", "queued", "failed", "expired", "succeeded", "cancelled")
-"""States in the order in which lists show them."""
+"""States in the order in which a list of events shows them."""
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled", "expired")
 DEAD: tuple[State, ...] = ("failed", "expired")
 """States of dead letters."""
@@ -43,7 +43,7 @@ class EventError(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Execution of an event. It is stored before it starts."""
+    """Attempt to run an event. It is stored before it starts."""
 
     started: float
     ended: float | None = None
@@ -110,7 +110,8 @@ def folder(index: str, tenant: str) -> str:
 
 
 def ended_before(index: str, tenant: str, time: float) -> str:
-    """Returns a key such that all markers listed after it are of events that ended before `time`."""
+    """Returns a key with this property: all markers of the tenant that are listed after it belong to events that ended
+    before `time`."""
     return f"{folder(index, tenant)}{_END_OF_TIME_MS - round(time * 1000):014d}-"
 
 

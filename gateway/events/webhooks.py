@@ -84,7 +84,7 @@ def signed(message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> di
 
 
 def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
-    """Returns a session for one webhook: allowed hosts differ by tenant, so no connection is kept."""
+    """Returns a session for one webhook. Allowed hosts differ by tenant, so connections are not reused."""
     connector = aiohttp.TCPConnector(resolver=CheckedResolver(allowed), use_dns_cache=False, force_close=True)
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 

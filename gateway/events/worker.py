@@ -32,7 +32,8 @@ BEAT_S = 10.0
 STOP_S = 10.0
 """Seconds for which running events may continue while the worker stops. Events that run longer are queued again."""
 SAVED_WITHIN_S = 300.0
-"""Seconds for which storing an outcome is tried. After that the event is run again, like that of a lost worker."""
+"""Seconds for which storing an outcome is tried. If that fails, the event is run again, like an event of a lost
+worker."""
 AGAIN_S = 1.0
 
 Execute = Callable[[EventRecord], Awaitable[InvokeReply]]

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from gateway.http.routing import Endpoint
 
 REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
-"""Values of Cache-Control. A file with its version in its name never changes; other files are revalidated by ETag."""
+"""Values of the header Cache-Control. A file whose name contains its version never changes. Other files are revalidated
+by ETag."""
 POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",

@@ -69,7 +69,7 @@ def side(request: Request) -> str:
 
 
 def if_match(request: Request) -> frozenset[int] | None:
-    """Returns the generations in If-Match; None: any.
+    """Returns the function's generations that the header If-Match lists; None if any generation matches.
 
     Raises ServiceError `validation_failed`, also for If-None-Match, which is not supported and must not be ignored.
     """

@@ -34,7 +34,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parameter = Mapping[str, Any]
 """Parameter in the form of the OpenAPI document."""
 Replies = Mapping[int, type[Any] | None]
-"""Message types of replies by status. `str`: plain text; `bytes`: any media type; None: no body."""
+"""Message types of replies, by status. `str` means plain text, `bytes` any media type, and None no body."""
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 TEXT = {"type": "string"}
@@ -131,7 +131,7 @@ class Details(TypedDict, total=False):
 
 
 class Routes(list[Operation], Generic[G]):
-    """Routes of one module. `group`: type of the group of parts that handlers get; None: they get none."""
+    """Routes of one module. `group`: type of the group of parts that handlers get; None if they get no group."""
 
     def __init__(self, group: type[G] | None = None) -> None:
         super().__init__()

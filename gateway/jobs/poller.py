@@ -39,7 +39,7 @@ class PollResult(NamedTuple):
     next_in_s: float = inf
     """Seconds until the next job that is not in `queues` is due."""
     after: str = ""
-    """Tenant after which the next poll begins; empty: at the first tenant."""
+    """Tenant after which the next poll begins. If empty, it begins at the first tenant."""
 
 
 Poll = Callable[[str, Collection[Function]], Awaitable[PollResult]]

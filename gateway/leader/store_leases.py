@@ -25,9 +25,9 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     """Content of leases/<name>.json."""
 
     holder: str
-    """Name of the holder; empty: none."""
+    """Name of the holder; empty if the lease is free."""
     seconds: float
-    """Seconds for which the lease is held after its last write."""
+    """Seconds after its last write for which the lease is held."""
     writes: int
     """Number of writes, which makes each ETag unique."""
 

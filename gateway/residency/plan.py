@@ -53,7 +53,7 @@ class PrewarmTarget:
     tier: Tier = "device"
     copies: int = 1
     node: str | None = None
-    """Node on which it must be; None: its home nodes."""
+    """Id of the node that must have the adapter; None if its home nodes must."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class PlannedAdapter:
     causes: dict[str, Cause] = field(default_factory=dict)
     """Reason for which each function wants the adapter, by key of the function."""
     provisioned: Tier | None = None
-    """Fastest tier in which a function's policy provisions it; None: not provisioned."""
+    """Fastest tier in which a function's policy provisions the adapter; None if no policy does."""
 
     @property
     def pinned(self) -> bool:
@@ -88,7 +88,7 @@ class NodeMemory:
     bytes: Mapping[Tier, float]
     """Bytes by tier; infinite if the node does not report them."""
     itemsize: int = 0
-    """Bytes per adapter element on the node; 0: not reported."""
+    """Bytes per adapter element on the node; 0 if the node does not report them."""
     takes_wants: bool = True
     """True if the node accepts orders to have adapters ready, as in Facts."""
 

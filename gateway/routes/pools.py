@@ -46,7 +46,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 class Pool(Load, frozen=True, kw_only=True):
     pool: str | None
-    """Name of the pool; null: nodes without a pool."""
+    """Name of the pool; null for all nodes without a pool together."""
     nodes: int
     """Number of nodes of the pool that report."""
     ready: int

@@ -110,8 +110,7 @@ Call = TypeVar("Call", TokenizeRequest, DetokenizeRequest)
 
 
 async def _read(request: Request, calls: Calls, tenant: str, kind: type[Call]) -> tuple[Call, str | None]:
-    """Returns the validated body and the model's own chat template (None: none). Raises NotFound for an unknown
-    model."""
+    """Returns the validated body, and the model's own chat template or None. Raises NotFound for an unknown model."""
     call = await read_message(request, calls.config, kind)
     if call.model is None:
         return call, None

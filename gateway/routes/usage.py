@@ -111,7 +111,7 @@ def _sums(counts: UsageCounts, prices: Prices | None) -> dict[str, Any]:
 
 
 def _tenant(request: Request, caller: Caller) -> str | None:
-    """Returns the tenant of the query; None: all tenants. Raises ServiceError, NotFound."""
+    """Returns the tenant that the query names; None if it means all tenants. Raises ServiceError, NotFound."""
     parameter, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
     if None not in (parameter, header) and parameter != header:
         raise invalid("tenant", f"{TENANT_HEADER} names another tenant")

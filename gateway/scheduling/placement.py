@@ -33,9 +33,10 @@ class Placed(msgspec.Struct, frozen=True):
     pool: str = ""
     """Pool of the node."""
     work: float | None = None
-    """Node time that the request takes, in seconds (gateway.scheduling.work); None: not measured."""
+    """Node time that the request takes, in seconds (gateway.scheduling.work); None if the node has no measured
+    model."""
     number: int = 0
-    """Number of the reservation. The node repeats it in its record once the request has arrived."""
+    """Number of the reservation. The node's records include it once the request has arrived there."""
 
 
 class Trace(msgspec.Struct):

@@ -26,7 +26,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     typical_tokens: float = 0.0
     """Mean number of tokens in all answers on this gateway. The value 0 means unknown; then `answer_tokens` is used."""
     ttft: float | None = None
-    """TTFT target; None: no target."""
+    """TTFT target; None if the request has none."""
     adapter_itemsize: int = 0
     """Bytes per element in the adapter's file. The value 0 means unknown; then the adapter is assumed to have its
     file's size on nodes."""

@@ -46,7 +46,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, dict[Owner, str | None]] = OrderedDict()
-        """Owners by digest, each with its version; None: version not known yet."""
+        """Owners of each digest, with the owner's version that uses it; None if this version is not known yet."""
         self._digests: dict[Owner, set[str]] = {}
         self.unknown: dict[Owner, None] = {}
         """Owners whose versions are to be looked up, oldest first."""

@@ -163,7 +163,7 @@ class Metrics:
     ) -> bytes:
         """Returns the Prometheus text of all workers, of the nodes, and of SLO attainment by tenant and window.
 
-        `stale`: seconds for which the cluster state is outdated; None: it is current.
+        `stale`: seconds for which the cluster state has been outdated; None if it is current.
         """
         counted, gauges, views = self.registry, CollectorRegistry(), list(nodes)
         if MULTIPROCESS in os.environ:

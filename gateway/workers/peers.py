@@ -28,8 +28,8 @@ class CallsRevoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
     function: str
     reason: str
     id: str = ""
-    """Deduplication id, because the same message may also arrive through the registry. Empty: from an earlier
-    release."""
+    """Id of the revocation, by which duplicates are ignored: the same message may also arrive through the registry.
+    Empty if the sender has an earlier release."""
 
 
 class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
@@ -40,7 +40,7 @@ class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
 
 
 class ExplanationAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """Query for the routing of a call. `tenant`: owner of the call; None: any."""
+    """Query for the routing of a call. `tenant`: owner of the call; None means any tenant."""
 
     number: str
     call: str

@@ -22,7 +22,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
     """
 
     pool: str | None
-    """Name of the pool; empty: nodes without a pool; None: requests that no node could take."""
+    """Name of the pool. It is empty for nodes without a pool, and None for requests that no node could take."""
     open: int = 0
     queue_wait: float = 0.0
     """Seconds for which the oldest waiting request has waited."""
