@@ -1,8 +1,8 @@
 """Validity of cached records: they are valid until the registry's epoch shows that they may have changed.
 
-See adapters.epoch. An answer includes every change that was committed `cache_seconds` ago, because an epoch read since
-then contains the marks of all of them. If the epoch can't be read because the store is slow, answers are valid for
-`cache_seconds`.
+The epoch is an object with marks, each of which names a record that is being changed (adapters.epoch). An answer
+includes every change that was committed `cache_seconds` ago, because an epoch read since then contains the marks of all
+of them. If the epoch can't be read because the store is slow, answers are valid for `cache_seconds`.
 """
 
 from __future__ import annotations

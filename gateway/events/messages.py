@@ -29,7 +29,7 @@ class DeliveryItem(msgspec.Struct, frozen=True):
 
 
 class EventItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Asynchronous call in a list. Times are Unix time by the registry's clock."""
+    """Asynchronous call, without its result. Times are Unix time by the registry's clock."""
 
     id: str
     function: str
@@ -45,12 +45,12 @@ class EventItem(msgspec.Struct, frozen=True, kw_only=True):
     """Attempts, at most `retries` + 1."""
     retries: int
     error: EventError | None
-    """Error of the call; while it is queued, that of the last attempt."""
+    """Error of the call. While the call is queued, it is the error of the last attempt."""
 
 
 class EventReply(EventItem, frozen=True, kw_only=True):
     result: InvokeReply | None
-    """Reply of the call; only if it succeeded."""
+    """Reply of the call; null unless the call succeeded."""
     delivery: DeliveryItem | None
     """Delivery to the call's destination; null if it has none."""
 

@@ -36,7 +36,7 @@ _END_OF_TIME_MS = 10**14
 
 
 class EventError(msgspec.Struct, frozen=True):
-    """Error of an attempt or an event; `type` as in error replies."""
+    """Error of an attempt or an event. `type` has the values that it has in error replies."""
 
     type: str
     message: str
@@ -58,7 +58,7 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts: int = 0
     began: float = 0.0
     due: float = 0.0
-    """Time of the next try (Unix time)."""
+    """Unix time of the next try."""
     nonce: str = NOBODY
     problem: str | None = None
     """Reason why the last try failed."""
@@ -97,11 +97,11 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     """Number of events before this one in a chain, in which each event calls the next as its destination."""
     redriven: int = 0
     removed: bool = False
-    """True while it is being removed."""
+    """True while the event is being removed."""
 
     @property
     def ended(self) -> float | None:
-        """Returns the time of the event's end; None before that."""
+        """Returns the time at which the event ended; None before its end."""
         return self.changed if self.state in ENDED else None
 
 

@@ -1,4 +1,5 @@
-"""Sends webhooks as defined by Standard Webhooks: signed, limited in size and time, without redirects."""
+"""Sends webhooks in the format of the Standard Webhooks specification. Webhooks are signed, limited in size and time,
+and follow no redirects."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolver that returns only allowed addresses, to which the connection is made."""
+    """Resolver that returns only allowed addresses. The connection is made to these, so the check can't be bypassed."""
 
     def __init__(self, allowed: WebhookHosts) -> None:
         self._allowed = allowed
@@ -98,7 +99,7 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Resolves a host. Raises NotAllowed if any of its addresses is not allowed, OSError."""
+        """Returns the addresses of a host. Raises NotAllowed if any of them is not allowed, and OSError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(RESOLVE_S):
             infos = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)

@@ -104,9 +104,9 @@ class Worker:
             await asyncio.sleep(BEAT_S)
 
     def _lost_here(self, holder: str, event_id: str) -> bool:
-        """Returns whether this worker has claimed the event and does not run it.
+        """Returns whether this worker holds the event but does not run it.
 
-        That happens if the store fails during the claim, or for too long at the event's end.
+        That happens if the store fails during the claim, or fails for too long when the event ends.
         """
         return holder == self.name and event_id not in self._runs.active
 
@@ -192,7 +192,8 @@ class Worker:
 def event_poller(
     events: Events, index: str, handle: Callable[[Stored[EventRecord]], Awaitable[float | None]], *, at_once: int
 ) -> Poller[EventRecord]:
-    """Returns a poller of an index. `events` wakes it."""
+    """Returns a poller of the events in `index`. `events` wakes the poller when an event may be due. `handle` and
+    `at_once`: as in Poller."""
 
     async def poll(after: str, closed: Collection[Function]) -> PollResult:
         return await events.threads.read(events.store.poll, index, after, await events.clock.now(), closed)

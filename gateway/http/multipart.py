@@ -109,7 +109,7 @@ class FormParts:
 
     def __init__(self, request: Request, form: Form) -> None:
         self.filenames: dict[str, str] = {}
-        """File names of the received parts; empty where none is stated."""
+        """File names of the received parts, by name of the part. A file name is empty if none is stated."""
         self.small: dict[str, bytearray] = {}
         self.large = bytearray()
         """Received bytes of the large part; the caller removes them as it uses them."""

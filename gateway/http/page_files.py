@@ -1,4 +1,5 @@
-"""Static files of the gateway's pages: a fixed table, read once. No request's path reaches the disk."""
+"""Static files of the gateway's pages. They are a fixed table of files that is read once, so no request's path is used
+to open a file."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def asks_for_events(accept: str) -> bool:
 
 
 def side(request: Request) -> str:
-    """Returns the key that selects the side of a split alias: the session, else the request id.
+    """Returns the key that selects the version if an alias splits its calls: the session, else the request id.
 
     Raises ServiceError `validation_failed` for a session that is too long.
     """

@@ -94,7 +94,7 @@ class Authenticator(Protocol):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """Operation: one HTTP method of one path."""
+    """Operation of the API: one HTTP method of one path."""
 
     method: str
     path: str

@@ -1,4 +1,5 @@
-"""Clocks that need no comparison of hosts: the store's time, and the age of a change as seen by this process."""
+"""Clocks that do not depend on the clocks of other hosts: the store's time, and the age of a change as this process
+observes it."""
 
 from __future__ import annotations
 

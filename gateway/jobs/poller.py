@@ -28,7 +28,7 @@ log = logging.getLogger("gateway")
 
 
 class NoCapacity(Exception):
-    """No job of this kind can be handled for a while. The job was not changed."""
+    """No job of this kind can be handled for a while. The job that `handle` got was not changed."""
 
 
 class PollResult(NamedTuple):

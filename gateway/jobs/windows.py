@@ -16,7 +16,7 @@ LONGEST_PAUSE_S = 30.0
 FORGOTTEN_S = 60.0
 """Seconds after which a refusal is forgotten."""
 CAUTION = 4
-"""Number of accepted jobs, in multiples of the window, after which the window grows by one."""
+"""Number of accepted jobs, in multiples of the window's size, after which the window grows by one job."""
 
 Function = tuple[str, str]
 """Tenant and function."""
@@ -71,7 +71,8 @@ class Windows:
         return self._clock() >= window.closed_until and active < int(window.size)
 
     def closed(self) -> frozenset[Function]:
-        """Returns the functions whose jobs may not start now. Forgets old windows."""
+        """Returns the functions whose jobs may not start now. Also forgets windows without a refusal for
+        FORGOTTEN_S."""
         self._windows = {function: window for function, window in self._windows.items() if not self._is_old(window)}
         now = self._clock()
         return frozenset(function for function, window in self._windows.items() if now < window.closed_until)

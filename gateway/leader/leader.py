@@ -56,7 +56,8 @@ class Leader:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: no other worker knows the same nodes, so this one runs their jobs even without the lease."""
+        """`alone`: True if no other worker knows the same nodes. Then this worker runs the jobs about nodes even
+        without the lease."""
         self.name = name
         self._leases = leases
         self._jobs = jobs
@@ -65,7 +66,7 @@ class Leader:
         self._lease_seconds = lease_seconds
         self._alone = alone
         self._until = -math.inf
-        """End of the lease, by the clock."""
+        """Time, by the clock, at which the lease ends."""
         self._since = -math.inf
         """Time, by the clock, at which the lease was last acquired. Renewals do not change it."""
         self._led = self._failing = False
@@ -85,7 +86,7 @@ class Leader:
             await self._resign()
 
     async def beat(self) -> None:
-        """Acquires or renews the lease."""
+        """Tries to acquire the lease, or renews it if this worker holds it."""
         asked_at = self._clock()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):

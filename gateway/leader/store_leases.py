@@ -55,7 +55,8 @@ class StoreLeases:
             await self._write(name, LeaseRecord("", 0.0, record.writes + 1), etag)
 
     async def get(self, name: str) -> Lease:
-        """Returns the lease. When an object is read for the first time, its holder may have lost the lease long ago."""
+        """Returns the lease. When this process reads the object for the first time, the holder that it names may have
+        lost the lease long ago."""
         record, _ = await self._read(name)
         remaining_s = self._remaining_s(name, record)
         return Lease(record.holder, remaining_s) if record.holder and remaining_s > 0 else NOBODY

@@ -1,4 +1,5 @@
-"""Messages about warm adapters. Imports few modules, because the command line imports it."""
+"""Messages about warm adapters: adapters that nodes load before they are called. Imports few modules, because the
+command line imports this one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MAX_COPIES = 16
 WARM_SECONDS = 60.0
 """Maximum seconds for which a deploy waits for a version to be warm before the version gets calls."""
 WATCH_SECONDS = 30.0
-"""Seconds for which a new leader observes calls before it forecasts: the horizon of the forecasts that are used."""
+"""Seconds for which a new leader observes calls before it forecasts. They equal the horizon of the forecasts that
+prewarming uses."""
 
 
 class Version(NamedTuple):
@@ -84,8 +86,8 @@ class ForecastReply(msgspec.Struct, frozen=True):
     """Probability of at least one call within each horizon; keys are seconds from now. Null if the function was not
     called in the last 30 minutes, or if the leader does not forecast yet."""
     error: dict[str, float] = {}
-    """Log loss and Brier score of the latest forecasts of all functions. Lower is better; a constant 0.5 has a Brier
-    score of 0.25."""
+    """Log loss and Brier score of the latest forecasts of all functions. Lower is better; a constant forecast of 0.5
+    has a Brier score of 0.25."""
     wanted: list[WantedPlace] = []
     left_out: list[LeftOut] = []
 

@@ -1,4 +1,5 @@
-"""Sends nodes the adapters that they must have ready, when these change and before the last order expires."""
+"""Sends nodes orders, which list the adapters that they must have ready. An order is sent when its content changes, and
+before the previous one expires."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class ResidencyOrders:
     def __init__(self, node_calls: NodeCalls, metrics: ResidencyMetrics, clock: Callable[[], float]) -> None:
         self._node_calls, self._metrics, self._clock = node_calls, metrics, clock
         self._sent: dict[str, _Sent] = {}
-        """Latest order of each node."""
+        """Latest order that was sent to each node, by node id."""
         self._failing: set[str] = set()
 
     async def send(self, tick: Tick, nodes: Sequence[NodeRecord], orders: Mapping[str, NodeOrder]) -> None:

@@ -19,7 +19,8 @@ from gateway.scheduling.home_nodes import HomeNodes
 DEVICE_CHANCE = 0.5
 """Minimum probability of a call within 30 s for which an adapter is loaded straight onto the device."""
 WANTED_SHARE = 0.75
-"""Share of each tier of a node's adapter memory for planned adapters. The rest is for calls that were not foreseen.
+"""Share of each tier of a node's adapter memory that planned adapters may take. The rest is for calls that were not
+foreseen.
 
 Tuned, like DEVICE_CHANCE, on one half of the traces of benchmarks/adapter_memory/prefetch.py.
 """
@@ -28,7 +29,7 @@ PROVISIONED_SHARE = 0.5
 TENANT_PROVISIONED_SHARE = 0.5
 """Share of the memory for provisioned copies that one tenant may use."""
 TENANT_SHARE = 0.125
-"""Share of each tier of a node's adapter memory for one tenant's orders and schedules."""
+"""Share of each tier of a node's adapter memory that one tenant's orders and schedules may take."""
 TENANT_WANTED = 16
 """Maximum adapters on one node for one tenant's orders and schedules."""
 MAX_LEFT_OUT = 1000
@@ -38,7 +39,8 @@ MAX_NODES = 4
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
 """Names of the tiers in the reasons of targets that are left out."""
 STEPS = 20
-"""Probabilities in orders are rounded to multiples of 1 / STEPS, so that small changes cause no new order."""
+"""Number of steps into which probabilities from 0 to 1 are divided in orders. Rounded probabilities avoid new orders
+after small changes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class PrewarmTarget:
 
 @dataclass
 class PlannedAdapter:
-    """Adapter that a node is ordered to have."""
+    """Adapter that a node is ordered to have ready."""
 
     adapter: Adapter
     tier: Tier
@@ -74,7 +76,8 @@ class PlannedAdapter:
 
     @property
     def steps(self) -> int:
-        """Returns the probability of a call as a multiple of 1 / STEPS, as orders contain it."""
+        """Returns the probability of a call in units of 1 / STEPS, rounded to a whole number. Orders contain this
+        rounded probability."""
         return round(self.chance * STEPS)
 
     def message(self) -> WantedAdapter:
@@ -97,7 +100,8 @@ class NodeMemory:
         return float(adapter.bytes_in(self.itemsize))
 
     def why_never(self, adapter: Adapter, tier: Tier) -> str | None:
-        """Returns why a tenant's order or schedule can never load the adapter on this node; None if it can."""
+        """Returns the reason why a tenant's order or schedule can never load the adapter on this node; None if it
+        can."""
         if not self.takes_wants:
             return "prefetch is off on this node"
         size, limit = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
@@ -122,7 +126,8 @@ class NodeWants:
     wants: dict[str, PlannedAdapter] = field(default_factory=dict)
     """Planned adapters by digest."""
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
-    """Tier and bytes that each tenant's orders and schedules take, by tenant and digest."""
+    """Adapters of each tenant's orders and schedules, by tenant and digest. Values are the tier and the bytes taken
+    there."""
     room: dict[Tier, float] = field(init=False)
     """Bytes that further planned adapters may take, by tier."""
     kept_room: dict[Tier, float] = field(init=False)
@@ -133,7 +138,8 @@ class NodeWants:
         self.kept_room = {tier: PROVISIONED_SHARE * size for tier, size in self.memory.bytes.items()}
 
     def keep(self, wish: PrewarmTarget) -> bool:
-        """Plans a provisioned copy. Returns False if it does not fit. Copies for devices must come first."""
+        """Plans a provisioned copy, and returns True. Returns False if it does not fit. Copies for devices must be
+        planned first."""
         size, digest, tier = self.memory.taken_by(wish.adapter), wish.adapter.digest, wish.tier
         want = self.wants.get(digest)
         if want is None:
@@ -147,7 +153,7 @@ class NodeWants:
         return True
 
     def take(self, wish: PrewarmTarget, tier: Tier) -> str | None:
-        """Plans a target in this tier. Returns why it is left out; None if it is planned.
+        """Plans a target in this tier. Returns the reason if the target is left out; None if it is planned.
 
         A forecast for which the device has no room goes to host memory.
         """
@@ -229,7 +235,7 @@ class Plan:
         return by_node
 
     def _provision(self, wish: PrewarmTarget) -> None:
-        """Plans each copy on a different node: the first home nodes that have room."""
+        """Plans each provisioned copy on a different node. The adapter's first home nodes that have room are used."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
         target = len(copies) + wish.copies
         for row in self._homes.of(digest, len(self._homes)):

@@ -50,11 +50,11 @@ NODES_SECONDS = 0.5
 """Seconds between two checks for new or lost nodes. A change leads to a new plan at once, so that lost copies are soon
 restored."""
 TOGETHER_PLANNED = 64
-"""Targets planned between two pauses for the event loop."""
+"""Number of targets that are planned between two pauses that let the event loop run."""
 MAX_RESOLVED = 32
 """Maximum functions without known versions that are looked up in one tick."""
 RESOLVE_SECONDS = 1.0
-"""Time limit of all these lookups together, in seconds."""
+"""Time limit, in seconds, of all lookups of one tick together."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Residency:
         """Changed functions with manual holds; they may have been deleted."""
         self._counter = ArrivalCounter()
         self._wants: Mapping[str, Sequence[PlannedAdapter]] = {}
-        """Planned adapters by node, as last ordered."""
+        """Planned adapters by node id, as in the last orders."""
         self._left_out: Mapping[str, list[LeftOut]] = {}
         """Targets that the last plan left out, by function."""
         self._since: dict[tuple[str, str], float] = {}
@@ -122,7 +122,7 @@ class Residency:
             self._changed.add(function_key(tenant, function))
 
     def provisioned(self) -> dict[str, dict[str, str]]:
-        """Returns the tier of each provisioned digest, by node, as last ordered."""
+        """Returns, by node id and digest, the tier in which the last orders provision the adapter."""
         return {
             node: {want.adapter.digest: want.provisioned for want in wants if want.provisioned is not None}
             for node, wants in self._wants.items()
@@ -258,8 +258,8 @@ class Residency:
         """Yields the targets of a plan in order of importance.
 
         Provisioned copies come first, then manual orders, the latest first, then schedules, then forecasts, the most
-        likely first. Functions whose policy turns prefetch off have no forecasts, nor have adapters with an idle limit,
-        which must be evicted.
+        likely first. There are no forecasts for functions whose policy turns prefetch off. There are none for adapters
+        with an idle limit either, because idle adapters must be evicted.
         """
         yield from self._parts.standing.wishes
         for hold in reversed(self._holds.now()):

@@ -39,7 +39,7 @@ class WarmSchedules:
         self.wishes: list[PrewarmTarget] = []
         """Current targets as of the last check; unchanged while the registry is unavailable."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
-        """States of windows: whether each is open, and the Unix time until which that stays so."""
+        """State of each window: whether it is open, and the Unix time at which this changes."""
 
     def job(self) -> Job:
         return Job("schedules", self.check, LOOK_SECONDS, "nodes")

@@ -24,7 +24,8 @@ from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, 
 LOOK_SECONDS = 3.0
 """Seconds between two checks of the policies: the maximum delay of a change."""
 SETTLED_SECONDS = 60.0
-"""Seconds after which an entry that no policy asks for is removed. Before that, its policy may still be committed."""
+"""Age, in seconds, from which an entry of standing.json that no policy needs is removed. A younger entry's policy may
+still be committed."""
 
 log = logging.getLogger("gateway")
 

@@ -48,7 +48,7 @@ class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AliasPast(msgspec.Struct, frozen=True):
-    """A target that the alias had."""
+    """Earlier target of an alias, which it had from `since` on."""
 
     version: int | None
     weights: dict[str, float]
@@ -72,7 +72,7 @@ class AliasReply(msgspec.Struct, frozen=True):
     history: list[AliasPast]
     """Earlier targets, the latest first."""
     warnings: list[str] = []
-    """Warnings about versions that were not warm when the alias was moved."""
+    """Warnings about versions that no node had loaded yet when the alias was moved."""
 
 
 @routes.tenant(

@@ -1,4 +1,5 @@
-"""POST /deploy/{name}: creates a version of a function from an adapter's files."""
+"""POST /deploy/{name}: creates a version of a function from an adapter's files, which are uploaded or copied from a
+source."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class VersionItem(msgspec.Struct, frozen=True):
 
 
 class VersionReply(msgspec.Struct, frozen=True):
-    """A version's manifest."""
+    """Description of a version, from the manifest of its adapter."""
 
     function: str
     version: int
@@ -253,7 +253,7 @@ def _aliases(record: FunctionRecord) -> dict[str, int | dict[str, float]]:
 
 
 def _called(catalog: Catalog, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
-    """Returns the versions whose residency the tenant may see: those that it has run or provisioned.
+    """Returns the versions whose residency the tenant may see: those that the tenant has run or provisioned.
 
     The residency of other adapters would reveal another tenant's use of them.
     """

@@ -67,7 +67,7 @@ class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class NodeAdapter(msgspec.Struct, frozen=True):
-    """An adapter on a node."""
+    """An adapter on a node, with its tier and its use."""
 
     digest: str
     tier: HeldTier
@@ -88,7 +88,7 @@ class NodeAdapters(msgspec.Struct, frozen=True):
     node: str
     adapters: list[NodeAdapter]
     unnamed: int
-    """Number of further adapters, which are on disk only."""
+    """Number of further adapters on the node, which are not listed. They are on disk only."""
 
 
 class MovedReply(msgspec.Struct, frozen=True):
@@ -168,7 +168,7 @@ async def undrain_node(request: Request, nodes: Nodes) -> Response:
 
 
 async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
-    """Starts or ends the draining of a node. Returns the node's new state.
+    """Starts or ends the draining of a node. Returns a response with the node's new state.
 
     The node itself refuses calls from then on. Its new record is published here, so that no call is sent to it and
     refused.

@@ -1,4 +1,4 @@
-"""GET /usage: usage by tenant, function, version and hour."""
+"""GET /usage: usage of calls and memory, by tenant, function, version and hour."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def _span(request: Request, now: float) -> tuple[int, int]:
 
 
 def _time(request: Request, name: str, default: float) -> float:
-    """Returns a query parameter as Unix time. It may be stated as Unix time or in ISO 8601 (UTC without a zone)."""
+    """Returns the query parameter `name` as Unix time, or `default` if it is absent. It may be stated as Unix time or
+    in ISO 8601 (UTC without a zone)."""
     text = request.query_params.get(name)
     if text is None:
         return default

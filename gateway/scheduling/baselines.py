@@ -14,7 +14,7 @@ ASSUMED_ROWS = 32
 
 
 class MostIdle:
-    """Policy that chooses the node with the fewest requests.
+    """Policy that chooses the node with the fewest requests, whether running, waiting or reserved.
 
     Ties go to the node with the adapter in the fastest tier, then to the one with the most free KV memory.
     """

@@ -1,4 +1,5 @@
-"""Cost model: what a request would add to each node, and its forecast times there. Policies decide by these.
+"""Cost model: the time that a request would add to each node's other requests, and the request's own forecast times
+there. Policies decide by these costs.
 
 Toppings' Algorithm 1 weighs what a request adds to prefill and decode:
 

@@ -47,7 +47,7 @@ CLOSED_SECONDS = 600.0
 last time."""
 QUIET_SECONDS = 60.0
 PAGE = 128
-"""Maximum objects merged in one step, so that a step is short even with a slow store."""
+"""Maximum objects that are merged at once, so that this takes a short time even with a slow store."""
 MAX_BYTES = 4 << 20
 """Maximum bytes of a merged object that still gets cells. Further cells go into another object of the same day or
 month."""

@@ -31,7 +31,7 @@ class JournalError(Exception):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """Line of a log: one call."""
+    """Line of a log, which records one call."""
 
     tenant: str
     hour: str

@@ -26,7 +26,7 @@ from gateway.usage.objects import (
 READERS = 8
 MAX_ROWS = 20_000
 LAST = "~"
-"""Character that is greater than each character of a key."""
+"""Character that sorts after each character of a key."""
 
 Group = Literal["tenant", "function", "version", "hour"]
 GROUPS: tuple[Group, ...] = ("tenant", "function", "version", "hour")

@@ -95,8 +95,8 @@ class Owners:
 class ResidentMeter:
     """Leader's meter of adapters in memory.
 
-    `pinned` returns, by node, the tier in which each digest is provisioned. `count`: the ledger's `add`. `clock`:
-    monotonic seconds.
+    `pinned` returns, by node id and digest, the tier in which an adapter is provisioned. `count`: the ledger's `add`.
+    `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ResidentMeter:
         return Job("residents", self.measure, METER_SECONDS, "nodes")
 
     async def measure(self, tick: Tick) -> None:
-        """Counts the adapters in memory for the time since the last reading."""
+        """Reads which adapters nodes hold, and counts each for the time since the last reading."""
         for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
             tick.check()
             await self._learn(owner)
@@ -136,7 +136,8 @@ class ResidentMeter:
             tick.work += 1
 
     async def _learn(self, owner: Owner) -> None:
-        """Looks up the versions of the owner's function. Nothing changes while the registry is unavailable."""
+        """Looks up the versions of the owner's function, and stores them. Does nothing while the registry is
+        unavailable."""
         try:
             record = await self._threads.read(self._registry.function, *owner)
         except (StoreUnavailable, CorruptRecord):

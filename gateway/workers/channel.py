@@ -62,7 +62,7 @@ class Channel(Generic[M]):
     async def ask(self, question: Callable[[str], M]) -> bytes | None:
         """Publishes a query and returns its answer; None if no worker answers.
 
-        `question` returns the message for a query number, which the answer repeats.
+        `question` gets a query number and returns the message. The answer repeats this number.
         """
         if not self.is_up:
             return None

@@ -11,7 +11,7 @@ from gateway.workers.channel import Channel
 
 
 class FunctionChanged(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
-    """Invalidates all cached data of a function."""
+    """Notice that a function has changed. Receivers forget all cached data of it."""
 
     tenant: str
     function: str
@@ -33,7 +33,7 @@ class CallsRevoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
 
 
 class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
-    """Notice that a tenant has run this adapter, for the first time as far as the sender knows."""
+    """Notice that a tenant has run an adapter, for the first time as far as the sender knows."""
 
     tenant: str
     digest: str

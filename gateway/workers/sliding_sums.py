@@ -1,4 +1,5 @@
-"""Sums of this gateway worker's counts, by name, over sliding windows made of time slices."""
+"""Sums of this gateway worker's counts over sliding windows. They are kept by name (a tenant's or a function's) and by
+time slice."""
 
 from __future__ import annotations
 
