@@ -28,7 +28,8 @@ AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 Part = schema.Text | schema.TokenId | Annotated[list[schema.TokenId], Meta(min_length=1)]
-"""Element of a list of prompts. Single token ids together form one prompt."""
+"""Element of the list `prompt`: a text, a token id, or a list of token ids. Single token ids together form one
+prompt."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +37,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
     """Accepted without an effect."""
     continuous_usage_stats: bool | None = None
-    """Extension of vLLM: with `include_usage`, each chunk has the usage so far."""
+    """Extension of vLLM. If it is true, and `include_usage` too, each chunk contains the usage up to this chunk."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +80,7 @@ class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields
     """Prompt: a text or a list of token ids; a list of these means several prompts."""
     logprobs: schema.LogprobCount | None = None
     echo: bool | None = None
-    """True if the text, and with `logprobs` the tokens, begin with the prompt's."""
+    """True if the text begins with the prompt's text. With `logprobs`, the tokens begin with the prompt's tokens."""
 
 
 class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +109,7 @@ class Model(msgspec.Struct, frozen=True):
     created: int
     owned_by: str
     root: str
-    """Function's name: `id` without alias or version."""
+    """Name of the function, which is `id` without the alias or version."""
     parent: str | None
     """Id of the base model; null for the base model itself."""
     max_model_len: int

@@ -39,7 +39,7 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     """Number of most likely tokens to sample from; 0 and -1 mean all tokens."""
     timeout: Timeout | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Divisor of the logits of tokens that occur in the prompt or the output; 1: no penalty."""
+    """Divisor of the logits of tokens that occur in the prompt or the output; 1 means no penalty."""
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
     """Value added to the logit of each token id."""
     min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
@@ -49,7 +49,7 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     """Number of choices per prompt."""
     prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool | None = None
-    """True, or null, if special tokens are omitted from the text."""
+    """True or null if special tokens are omitted from the text."""
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     """Number of the prompt's last tokens to keep; -1 keeps as many as leave room for `max_tokens`."""
@@ -96,9 +96,9 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     """True if the text begins with the prompt."""
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Ignored: every stream ends with its usage."""
+    """Accepted without an effect, because every stream ends with its usage."""
     metadata: dict[str, Any] | None = None
-    """Ignored; for the caller's own logs."""
+    """Accepted without an effect. The caller may use it for its own logs."""
     background: bool = False
     """True for an asynchronous call: the reply is 202 once the call is stored, and the call runs later."""
     on_success: Destination | None = None
@@ -164,13 +164,14 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
     """Milliseconds from the request for the adapter's first byte until the adapter was on the device. The value is 0 if
     the load had not ended when the request did."""
     exposed_ms: float
-    """Milliseconds for which the computation waited for the adapter's bytes and for nothing else."""
+    """Milliseconds for which computation waited only for the adapter's bytes."""
     fetch_ms: float = 0.0
     """Milliseconds of `load_ms` that passed until the adapter was in the node's host memory."""
     layers_cpu: int = 0
-    """Number of prompt layers whose adapter part CPU workers computed."""
+    """Number of prompt layers whose adapter part CPU workers computed, summed over the prompt's chunks."""
     layers_device: int = 0
-    """Number of prompt layers computed on the device before the complete adapter was loaded."""
+    """Number of prompt layers whose adapter part the device computed, summed over the chunks that began before the load
+    had ended."""
     replays: int = 0
     """Number of prompt chunks computed again because a CPU worker failed."""
     forecast_ms: float = 0.0

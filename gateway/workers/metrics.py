@@ -25,7 +25,7 @@ from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 MAX_LABELS = 200
-"""Maximum tenants, and maximum functions, that get their own label value. Later ones share the value `other`."""
+"""Maximum distinct values of one label, such as the tenant or the function. Later values are replaced by `other`."""
 
 DECISION_SECONDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -64,9 +64,9 @@ class Windows:
         return self._attainment.all() if sums is None else sums
 
     async def loads(self) -> tuple[dict[str | None, PoolLoad], int]:
-        """Returns the loads by pool, and the number of workers included, with this one.
+        """Returns the loads by pool, and the number of workers whose loads are included.
 
-        While Redis is unavailable only this worker is included.
+        While Redis is unavailable only this worker's loads are included.
         """
         reported: list[bytes] = []
         if self._link is not None:
