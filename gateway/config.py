@@ -117,8 +117,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_seconds: float = 60.0
     """Seconds for which cached records stay valid while the store is unavailable."""
     shutdown_seconds: float = MAX_TIMEOUT + 10.0
-    """Seconds for which open requests may continue after SIGTERM; then they end with an error. The default covers the
-    longest call."""
+    """Seconds for which open requests may continue after SIGTERM. Requests that are still open then end with an error.
+    The default covers the longest call."""
 
 
 def check_config(config: GatewayConfig) -> None:

@@ -18,7 +18,8 @@ from adapters.store import ObjectStore
 from adapters.tenant_removal import data_prefix
 
 MAX_FILES = 500
-"""Maximum files of one tenant. Outputs of batches may exceed this and the byte limit; then no further batch starts."""
+"""Maximum files of one tenant. Outputs of batches may exceed this limit and the limit of bytes. In that case no further
+batch of the tenant starts."""
 RECOUNT_SECONDS = 3600.0
 
 Count = Callable[[str, Mapping[str, int]], dict[str, int]]

@@ -166,7 +166,7 @@ def new_id(prefix: str, now: float) -> str:
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Returns whether `text` has the form of an id, so that it is safe as part of a key."""
+    """Returns whether `text` has the form of an id with this prefix. Such a text is safe as part of a key."""
     return text.startswith(prefix) and _ID.fullmatch(text) is not None
 
 

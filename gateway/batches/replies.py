@@ -76,7 +76,8 @@ class PartWriter:
         self._changed = True
 
     def take(self) -> tuple[str, bytes] | None:
-        """Returns the next part to write as (name, content), and adds it to `parts`; None if there is none."""
+        """Returns the next part to write as (name, content), and adds it to `parts`. Returns None if there are no new
+        lines."""
         if not self._changed:
             return None
         self._changed = False

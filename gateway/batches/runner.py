@@ -243,7 +243,7 @@ class BatchRunner:
             await asyncio.sleep(FLUSH_SECONDS)
 
     async def _begin_calls(self, answer: AnswerLine) -> int:
-        """Starts calls while there are spare rows. Returns their number."""
+        """Starts calls while nodes have spare rows. Returns the number of started calls."""
         if not self._runs or self._clock() < self._paused_until:
             return 0
         begun_before = len(self._under_way)

@@ -30,7 +30,7 @@ class SpareRows:
         """Time of each node's last interactive request in monotonic seconds, by row of the node table."""
 
     def count(self, nodes: NodeTable, base: str, in_flight: int) -> float:
-        """Returns how many more calls may start; infinite if a node does not report its rows.
+        """Returns the number of further calls that may start; infinite if a node does not report its rows.
 
         `in_flight`: calls of batches in progress. Without a serving node one call may start, so that an autoscaler
         notices.

@@ -53,7 +53,7 @@ class ChatTemplates:
         """Locks by tenant: at most one conversation of a tenant is in the queue."""
 
     def close(self) -> None:
-        """Kills the process and abandons what it renders."""
+        """Kills the helper process, and abandons the conversation that it renders."""
         self._helper.kill()
 
     async def check(

@@ -179,7 +179,7 @@ class InputProcessor:
     async def served_context(self) -> int:
         """Returns the longest context of the nodes that serve now: tokens of prompt and output together.
 
-        Without such a node it is the base model's own context, and routing then refuses the call as retryable.
+        If no node serves, returns the base model's own context; routing then refuses the call with a retryable error.
         """
         longest = (await self.cluster.table()).serving(self.base.fingerprint).longest
         # A starting node reports no context yet; its 0 must not refuse calls.

@@ -32,7 +32,7 @@ several gateways."""
 MAX_BODY = 256 << 10
 """Maximum bytes of a webhook. A result that exceeds it is omitted and can be fetched by the event's id."""
 MAX_DEPTH = 8
-"""Maximum length of a chain of events, so that functions that call each other stop."""
+"""Maximum length of a chain of events. It stops functions that endlessly call each other as destinations."""
 
 
 class WebhookBody(msgspec.Struct, frozen=True):

@@ -89,7 +89,8 @@ class EventStream:
             await wire.put(last, more=False)
 
     async def _beat(self, wire: _Wire) -> None:
-        """Sends the headers if the first chunk is late, then keep-alives during pauses. Runs until cancelled."""
+        """Sends the headers if the first chunk is late. After that it sends keep-alives during pauses, until it is
+        cancelled."""
         deadline = time.monotonic() + self.config.header_seconds
         while True:
             if wire.is_started:

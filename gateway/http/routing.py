@@ -285,7 +285,7 @@ class ExactRoute(Route):
 
 
 def mounted(operations: Iterable[Operation]) -> list[ExactRoute]:
-    """Returns one route per path, so that a 405 names all of its methods."""
+    """Returns one route per path. So a reply with status 405 names all methods of the path."""
     paths: dict[str, dict[str, Endpoint]] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = operation.endpoint

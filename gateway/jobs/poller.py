@@ -68,7 +68,7 @@ class Poller(Generic[R]):
         self.active: dict[str, asyncio.Task[None]] = {}
         """Tasks that run the active jobs, by job id."""
         self.wake = asyncio.Event()
-        """Set when there may be a new job."""
+        """Event that is set when there may be a new job."""
         self._kind = kind
         self._poll, self._owner, self._handle = poll, owner, handle
         self._at_once = at_once
@@ -94,7 +94,7 @@ class Poller(Generic[R]):
             await self._rest(pause)
 
     async def _round(self) -> float:
-        """Starts due jobs while there is room. Returns the seconds to rest unless an event wakes the poller."""
+        """Starts due jobs while there is room. Returns the seconds to rest if no event wakes the poller earlier."""
         if len(self.active) >= self._at_once:
             return self._idle_s
         if (backoff := self._backoff_until - monotonic()) > 0:

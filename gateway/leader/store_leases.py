@@ -29,7 +29,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     seconds: float
     """Seconds after its last write for which the lease is held."""
     writes: int
-    """Number of writes, which makes each ETag unique."""
+    """Number of writes of the record, which makes each ETag unique."""
 
 
 class StoreLeases:

@@ -26,9 +26,10 @@ MAX_FUNCTIONS = 40_000
 MAX_VERSIONS = 8
 """Maximum versions of one function; the least called one is forgotten."""
 MANY_CALLS = 64
-"""Number of calls of a function after which its versions' counts are halved, so that shares follow recent calls."""
+"""Number of counted calls of a function at which its versions' counts are halved. So the versions' shares follow recent
+calls."""
 MIN_CHANCE = 0.1
-"""Minimum probability of a call within 30 s for which an adapter is loaded on a node."""
+"""Minimum probability of a call within 30 s at which an adapter is loaded on a node."""
 MAX_CHOSEN = 4096
 """Maximum functions whose adapters are considered in a plan, the most likely first."""
 

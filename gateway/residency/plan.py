@@ -1,6 +1,7 @@
 """Plans which adapters each node must have ready.
 
-Provisioned copies come first, then what operators and tenants ordered or scheduled, then what is forecast.
+Provisioned copies come first, then adapters that operators and tenants ordered or scheduled, then adapters for forecast
+calls.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from gateway.residency.messages import Cause, LeftOut, Tier
 from gateway.scheduling.home_nodes import HomeNodes
 
 DEVICE_CHANCE = 0.5
-"""Minimum probability of a call within 30 s for which an adapter is loaded straight onto the device."""
+"""Minimum probability of a call within 30 s at which a forecast adapter is loaded onto the device, and not only into
+host memory."""
 WANTED_SHARE = 0.75
 """Share of each tier of a node's adapter memory that planned adapters may take. The rest is for calls that were not
 foreseen.
