@@ -33,7 +33,7 @@ ROUTES = mounted(ALL)
 STOP_SECONDS = 3.0
 """Seconds for which a stopping server waits for requests that it has cancelled."""
 FLUSH_SECONDS = 0.05
-"""Seconds for the last bytes to be sent before the process ends."""
+"""Seconds that the process waits before it ends, so that the last bytes are sent."""
 
 
 def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 
 AGAIN_SECONDS = 1.0
-"""Seconds before a failed task starts again."""
+"""Seconds until a failed task is started again."""
 
 log = logging.getLogger("gateway")
 
@@ -27,7 +27,7 @@ async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[Non
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancels the tasks, and waits until each has ended in any way."""
+    """Cancels the tasks, and waits until each has ended, whether by the cancellation or otherwise."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

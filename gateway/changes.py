@@ -62,7 +62,7 @@ class Changes:
     async def revoke(self, tenant: str, function: str, why: str) -> None:
         """Ends the function's generations on all workers.
 
-        Workers that Redis does not reach read it in the registry's epoch within a second.
+        Workers that Redis does not reach read the revocation in the registry's epoch within a second.
         """
         number = secrets.token_hex(8)
         self._end_calls(tenant, function, why, number)

@@ -18,7 +18,7 @@ from gateway.webhook_hosts import parse_webhook_hosts
 MAX_TIMEOUT = 3600.0
 """Maximum timeout of a call in seconds."""
 MAX_WORKERS = 32
-"""Maximum worker processes. During a reload, old and new ones together need slots in the usage journal."""
+"""Maximum worker processes. During a reload, old and new workers together need slots in the usage journal."""
 POSITIVE = (
     "call_body",
     "deploy_body",
@@ -49,17 +49,18 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str
     """File with the cluster secret, which gateway and nodes share."""
     tmp_dir: str
-    """Directory for uploads while they are checked; cleared at start."""
+    """Directory of uploads while they are checked. It is cleared when the gateway starts."""
     usage_dir: str = ""
-    """Directory of the usage journal, which must outlive the process. Default: `usage` next to `tmp_dir`."""
+    """Directory of the usage journal, which must outlive the process. If empty, it is the directory `usage` next to
+    `tmp_dir`."""
     host: str = "127.0.0.1"
     port: int = 8080
     workers: int = 1
     """Number of worker processes. More than one need `redis` to share state."""
     redis: str | None = None
-    """URL of the Redis with the cluster state; None: the state is in the memory of the single worker.
+    """URL of the Redis with the cluster state; None if the state is in the memory of the single worker.
 
-    It may contain a password, so only its `shown_url` may be displayed.
+    The URL may contain a password, so only its `shown_url` may be displayed.
     """
     node_hosts: tuple[str, ...] = ()
     """Hosts that nodes may use in their URLs even if they report from another address."""
@@ -71,9 +72,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_sources: tuple[str, ...] = ()
     """Prefixes (`s3://bucket/prefix`) of places from which tenants may deploy."""
     prices: Prices | None = None
-    """Prices for `GET /usage`; None: no costs are shown."""
+    """Prices of usage for `GET /usage`; None if no costs are shown."""
     webhook_hosts: tuple[str, ...] = ()
-    """Allowed hosts of webhooks (`*.domain`: all subdomains), and networks, which may be private. Empty: none."""
+    """Allowed hosts of webhooks (`*.domain` means all subdomains) and networks, which may be private. Empty if no
+    webhook is allowed."""
 
     call_body: int = 1 << 20
     deploy_body: int = 512 << 20
@@ -89,7 +91,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum concurrent deploys, each of which may use `deploy_body` bytes of disk; further ones get status 429."""
     max_tenant_uploads: int = 4
     max_deploys: int = 4
-    """Maximum uploads that are checked and stored at once; further ones wait, at most `deploy_wait`."""
+    """Maximum uploads that are checked and stored at once. Further uploads wait, at most `deploy_wait` seconds."""
     max_tenant_deploys: int = 2
     deploy_wait: float = 60.0
 
@@ -97,7 +99,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Timeout, in seconds, of a call that states no `timeout`."""
     max_timeout: float = MAX_TIMEOUT
     hold_seconds: float = 60.0
-    """Seconds for which a call without a node waits for one, if an autoscaler runs. 0: it is refused at once."""
+    """Seconds for which a call waits for a node if none runs and an autoscaler is active. 0 means that such a call is
+    refused at once."""
     connect_seconds: float = 2.0
     """Timeout, in seconds, of a connection to a node."""
     node_silence: float = 10.0
@@ -106,7 +109,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     record_expiry: float = RECORD_EXPIRY
     """Seconds without a record after which a node gets no new requests."""
     header_seconds: float = 10.0
-    """Seconds after which a stream's headers are sent if the first token has not arrived by then."""
+    """Seconds from the start of a stream until its headers are sent without waiting longer for the first token."""
     keepalive_seconds: float = 15.0
     store_seconds: float = 10.0
     """Timeout of one read of the registry in seconds."""
@@ -114,8 +117,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_seconds: float = 60.0
     """Seconds for which cached records stay valid while the store is unavailable."""
     shutdown_seconds: float = MAX_TIMEOUT + 10.0
-    """Seconds for which open requests may continue after SIGTERM; then they end with an error. The default covers the
-    longest call."""
+    """Seconds for which open requests may continue after SIGTERM. Requests that are still open then end with an error.
+    The default covers the longest call."""
 
 
 def check_config(config: GatewayConfig) -> None:
@@ -147,7 +150,7 @@ def check_config(config: GatewayConfig) -> None:
 
 
 def share(limit: int, config: GatewayConfig) -> int:
-    """Returns one worker's share, at least 1, of a limit of the whole gateway."""
+    """Returns one worker's share of a limit that holds for the whole gateway; at least 1."""
     return max(1, limit // config.workers)
 
 

@@ -1,4 +1,5 @@
-"""Groups of the gateway's parts that route handlers get, one of four depending on the routes' subject.
+"""Groups of the gateway's parts. The handlers of each route module get one of the four groups, depending on the routes'
+subject.
 
 The parts are imported for type checking only, because the command line imports the routes' messages without the server.
 """

@@ -18,5 +18,5 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_tokens_1m: Price = 0.0
     device_second: Price = 0.0
     adapter_gb_hour: Price = 0.0
-    """Price of one GB (10^9 bytes) of an adapter for an hour in a node's memory. Device and host memory, and pinned and
-    other copies, have the same price."""
+    """Price of one GB (10^9 bytes) of an adapter for an hour in a node's memory. The price is the same for device and
+    host memory, and for pinned and other copies."""

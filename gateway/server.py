@@ -35,7 +35,7 @@ HEARTBEAT_SECONDS = 120
 COLLECT = (5_000, 20, 100)
 """Thresholds of Python's garbage collector. Most objects of a request are freed by reference counting."""
 KILL_SLACK = 10
-"""Seconds from the end of the grace period for open requests until the worker is killed."""
+"""Seconds from the end of the grace period for open requests until a worker that still runs is killed."""
 
 log = logging.getLogger("gateway")
 

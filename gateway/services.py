@@ -77,9 +77,9 @@ from gateway.workers.windows import Windows
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
 EVENT_THREADS = 8
-"""Maximum concurrent writes of asynchronous calls."""
+"""Number of threads that write asynchronous calls to the store, and so the maximum of concurrent writes."""
 CLOCK_SECONDS = 60.0
-"""Clock skew, in seconds, between this host and the store above which a warning is logged."""
+"""Difference between the clocks of this host and the store, in seconds, above which a warning is logged."""
 
 log = logging.getLogger("gateway")
 
@@ -105,7 +105,8 @@ def _compare_clocks(store: ObjectStore) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """Parts that are opened first: from files, from the store, or with connections to other processes."""
+    """Parts of the gateway that are opened first, because they need files, the store, or connections to other
+    processes."""
 
     base: BaseModel
     inspector: Inspector
@@ -146,7 +147,8 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 
 async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, running: AsyncExitStack) -> Services:
-    """Creates the parts, connects those that report changes to each other, and starts them in `running`."""
+    """Creates the parts, connects those that report changes to each other, and starts their tasks in `running`. Returns
+    the services."""
     shared, store, base, fingerprint = opened.shared, opened.store, opened.base, opened.base.fingerprint
     registry, tenants = Registry(store, base, opened.inspector.inspect), Tenants(store)
     # Deploys take long. With these extra threads a rollback always finds a free one.

@@ -24,7 +24,8 @@ from gateway.workers.channel import Channel
 from gateway.workers.peers import Peers
 
 START_SECONDS = 60.0
-"""Seconds for which a starting worker waits for Redis before it takes calls, because it would know no nodes."""
+"""Maximum seconds for which a starting worker waits for Redis before it takes calls. Without Redis it would know no
+nodes."""
 
 log = logging.getLogger("gateway")
 

@@ -21,7 +21,8 @@ class NotAllowed(OSError):
 
 @dataclass(frozen=True)
 class WebhookHosts:
-    """Allowed hosts. `hosts`: names; `*.` before a domain means all its subdomains. `networks`: may be private."""
+    """Allowed hosts of webhooks. `hosts`: names; `*.` before a domain means all its subdomains. `networks`: allowed
+    networks, which may be private."""
 
     hosts: frozenset[str]
     networks: tuple[Network, ...]
@@ -60,7 +61,7 @@ def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
 
 
 def as_address(text: str) -> Address | None:
-    """Returns the address, or None if the text is none."""
+    """Returns the text as an IP address; None if it is not one."""
     try:
         return ip_address(text)
     except ValueError:

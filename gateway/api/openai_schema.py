@@ -28,7 +28,8 @@ AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 Part = schema.Text | schema.TokenId | Annotated[list[schema.TokenId], Meta(min_length=1)]
-"""Element of a list of prompts. Single token ids together form one prompt."""
+"""Element of the list `prompt`: a text, a token id, or a list of token ids. Single token ids together form one
+prompt."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +37,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
     """Accepted without an effect."""
     continuous_usage_stats: bool | None = None
-    """Extension of vLLM: with `include_usage`, each chunk has the usage so far."""
+    """Extension of vLLM. If it is true, and `include_usage` too, each chunk contains the usage up to this chunk."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +46,8 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A turn. The fields that must be null are those of an earlier reply that a client sends back."""
+    """Message of a conversation. Clients may send back a message of an earlier reply. Its fields that are not supported
+    here must be null."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: schema.Text | list[TextPart]
@@ -78,7 +80,7 @@ class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields
     """Prompt: a text or a list of token ids; a list of these means several prompts."""
     logprobs: schema.LogprobCount | None = None
     echo: bool | None = None
-    """True if the text, and with `logprobs` the tokens, begin with the prompt's."""
+    """True if the text begins with the prompt's text. With `logprobs`, the tokens begin with the prompt's tokens."""
 
 
 class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,13 +103,13 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Model(msgspec.Struct, frozen=True):
-    """`root`, `parent` and `max_model_len` are vLLM's, for its clients."""
+    """A model in the list of models. The fields `root`, `parent` and `max_model_len` are not OpenAI's but vLLM's."""
 
     id: str
     created: int
     owned_by: str
     root: str
-    """Function's name: `id` without alias or version."""
+    """Name of the function, which is `id` without the alias or version."""
     parent: str | None
     """Id of the base model; null for the base model itself."""
     max_model_len: int
@@ -135,7 +137,8 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The first token of an echoed prompt has no log probability."""
+    """Log probabilities of a completion's tokens. The first token of an echoed prompt has none, so its entries are
+    null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -144,7 +147,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class RankedLogprob(msgspec.Struct, frozen=True):
-    """vLLM's shape."""
+    """Log probability of one token, in vLLM's format. `rank` counts from 1, the most likely token of the vocabulary."""
 
     logprob: float
     rank: int
@@ -157,7 +160,7 @@ first token."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`stop_reason`: the stop string, or the one of `stop_token_ids`, that ended the text."""
+    """Choice of a completion. `stop_reason` is the stop string, or the id of `stop_token_ids`, that ended the text."""
 
     index: int
     text: str
@@ -168,7 +171,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Also each chunk of a stream, where only the last one has `usage`, if it was asked for."""
+    """A completion, or one chunk of a streamed completion. If usage is requested, a stream's last chunk contains it."""
 
     id: str
     created: int

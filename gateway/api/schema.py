@@ -31,15 +31,15 @@ Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
 class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False):
-    """Parameters of generation on all routes, with those that functions may preset (Defaults). What is null or absent
-    has the function's default, else the service's."""
+    """Parameters of generation that all routes accept. A parameter that is null or absent takes the function's default
+    (`Defaults`). If the function has none, it takes the service's default."""
 
     max_tokens: TokenCount | None = None
     top_k: TopK | None = None
-    """Number of most likely tokens to sample from; 0 and -1: all."""
+    """Number of most likely tokens to sample from; 0 and -1 mean all tokens."""
     timeout: Timeout | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Divisor of the logits of tokens that occur in the prompt or the output; 1: no penalty."""
+    """Divisor of the logits of tokens that occur in the prompt or the output; 1 means no penalty."""
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
     """Value added to the logit of each token id."""
     min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
@@ -49,16 +49,17 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     """Number of choices per prompt."""
     prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool | None = None
-    """True, or null, if special tokens are omitted from the text."""
+    """True or null if special tokens are omitted from the text."""
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
-    """Number of the prompt's last tokens to keep; -1: as many as leave room for `max_tokens`."""
+    """Number of the prompt's last tokens to keep; -1 keeps as many as leave room for `max_tokens`."""
 
     # Properties whose fields differ between routes:
 
     @property
     def alternatives(self) -> int | None:
-        """Returns how many most likely tokens to report per token; None: no log probabilities."""
+        """Returns the number of most likely tokens to report for each token; None if no log probabilities are
+        requested."""
         stated: int | None = getattr(self, "logprobs", None)
         return stated
 
@@ -86,7 +87,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exactly one of `prompt` (text or token ids) and `messages`."""
+    """Body of a native call. It must have exactly one of `prompt` (a text, or a list of token ids) and `messages`."""
 
     prompt: Text | Annotated[list[TokenId], Meta(min_length=1)] | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
@@ -95,13 +96,14 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     """True if the text begins with the prompt."""
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Ignored: every stream ends with its usage."""
+    """Accepted without an effect, because every stream ends with its usage."""
     metadata: dict[str, Any] | None = None
-    """Ignored; for the caller's own logs."""
+    """Accepted without an effect. The caller may use it for its own logs."""
     background: bool = False
     """True for an asynchronous call: the reply is 202 once the call is stored, and the call runs later."""
     on_success: Destination | None = None
-    """Destination of a successful asynchronous call's result; null: that of the function's policy."""
+    """Destination of the result of an asynchronous call that succeeds; null means the destination in the function's
+    policy."""
     on_failure: Destination | None = None
 
 
@@ -119,7 +121,8 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """Log probability of a prompt's token, given those before it. `rank` 1 is the likeliest of the vocabulary."""
+    """Log probability of one prompt token, given the tokens before it. `rank` counts from 1, the most likely token of
+    the vocabulary."""
 
     token: str
     token_id: int
@@ -133,13 +136,13 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    """Log probability of each prompt token, null for the first one; only if requested."""
+    """Log probability of each prompt token; null for the first token. The field is absent unless it was requested."""
     stop_reason: int | str | None = None
-    """Stop string, or the one of `stop_token_ids`, that ended the text."""
+    """Stop string, or the id of `stop_token_ids`, that ended the text."""
 
 
 class FinishedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The output in a stream's `done`: its text went before."""
+    """A choice in a stream's `done` event. It has no text, because the `token` events have already sent it."""
 
     finish_reason: FinishReason
     stop_reason: int | str | None = None
@@ -155,30 +158,32 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
     state: Tier
     """Tier of the adapter when the request arrived; `none`: nothing had to be loaded."""
     plan: str
-    """Strategy. wait: computed after the complete load; pipeline: layer by layer during the load; assist: started by
-    CPU workers."""
+    """Strategy of the cold start. `wait`: the prompt is computed after the complete load. `pipeline`: it is computed
+    layer by layer during the load. `assist`: CPU workers compute the adapter's part of the first layers."""
     load_ms: float
-    """Milliseconds from the request for the first byte until the adapter was on the device; 0: not loaded before the
-    request ended."""
+    """Milliseconds from the request for the adapter's first byte until the adapter was on the device. The value is 0 if
+    the load had not ended when the request did."""
     exposed_ms: float
-    """Milliseconds for which the computation waited for the adapter's bytes and for nothing else."""
+    """Milliseconds for which computation waited only for the adapter's bytes."""
     fetch_ms: float = 0.0
-    """Part of `load_ms` until the adapter was in the node's host memory, in milliseconds."""
+    """Milliseconds of `load_ms` that passed until the adapter was in the node's host memory."""
     layers_cpu: int = 0
-    """Number of prompt layers whose adapter part CPU workers computed."""
+    """Number of prompt layers whose adapter part CPU workers computed, summed over the prompt's chunks."""
     layers_device: int = 0
-    """Number of prompt layers computed on the device before the complete adapter was loaded."""
+    """Number of prompt layers whose adapter part the device computed, summed over the chunks that began before the load
+    had ended."""
     replays: int = 0
     """Number of prompt chunks computed again because a CPU worker failed."""
     forecast_ms: float = 0.0
-    """Planned value of `exposed_ms`, in milliseconds."""
+    """Value of `exposed_ms` that the node had forecast, in milliseconds."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Milliseconds. `ttft_ms` and `tpot_ms` are null where there were too few tokens to measure. `resumed`: how often
-    the call went on on another node, because one failed after its first token; then `queue_ms`, `cold_start` and
-    `device_ms` are of the node where it ended. `device_ms`: its part of the passes that computed it, of all choices.
-    `total_ms`: until the last choice had ended."""
+    """Timing of a call, in milliseconds. `queue_ms`, `cold_start`, `ttft_ms` and `tpot_ms` are those of the first
+    choice. `ttft_ms` is null without a token, and `tpot_ms` with fewer than two. `total_ms` is the time from receipt
+    until the last choice ended. `device_ms` is the device time of all choices: their shares of the forward passes that
+    computed them. `resumed` is the number of times that a choice continued on another node, because its node failed
+    after the first token. In that case `queue_ms`, `cold_start` and `device_ms` cover the last node only."""
 
     queue_ms: float
     cold_start: ColdStartTiming
@@ -190,8 +195,8 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class InvokeReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`version` and `digest` are null for the base model. With `n` > 1 `outputs` has all choices, and `output` is the
-    first of them; `timing` is the first one's, too."""
+    """Reply to a native call. `version` and `digest` are null for the base model. `output` is the first choice. If `n`
+    is greater than 1, `outputs` lists all choices, including the first one."""
 
     id: str
     function: str
@@ -204,10 +209,12 @@ class InvokeReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A token, or a text without one: then `token_id` is null.
+    """A `token` event of a stream: one token, or a text without a token, whose `token_id` is null.
 
-    Such a text was held back until the end (it may have been part of a stop string), or is the prompt's, where that was
-    asked for: it comes first, with its log probabilities."""
+    There are two kinds of events without a token. If the prompt's text or its log probabilities are requested, the
+    first event contains them. The last event may contain text that was held back because it could have been the
+    beginning of a stop string.
+    """
 
     text: str
     index: int
@@ -219,8 +226,9 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DoneEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stream's last event: the reply without texts. `node` and `cold_start` repeat the headers, which may have gone
-    out too early for them."""
+    """The `done` event, which ends a stream: the reply without its texts. `node` and `cold_start` repeat the headers
+    `x-garnish-node` and `x-garnish-cold-start`. They are needed here, because the headers may have been sent before
+    these values were known."""
 
     id: str
     function: str

@@ -19,7 +19,7 @@ from gateway.http.errors import error_reply, is_unexpected, to_service_error
 from gateway.http.stopwatch import Stopwatch
 
 Handler = Callable[[Request, str, Stopwatch], Awaitable[ASGIApp]]
-"""Handler that answers one call of a tenant."""
+"""Handler of a route that answers one call. It gets the request, the tenant, and the call's stopwatch."""
 log = logging.getLogger("gateway")
 
 

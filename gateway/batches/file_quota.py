@@ -18,7 +18,8 @@ from adapters.store import ObjectStore
 from adapters.tenant_removal import data_prefix
 
 MAX_FILES = 500
-"""Maximum files of one tenant. Outputs of batches may exceed this and the byte limit; then no further batch starts."""
+"""Maximum files of one tenant. Outputs of batches may exceed this limit and the limit of bytes. In that case no further
+batch of the tenant starts."""
 RECOUNT_SECONDS = 3600.0
 
 Count = Callable[[str, Mapping[str, int]], dict[str, int]]
@@ -58,7 +59,8 @@ class FileQuota:
         self._update(tenant, lambda current: self._with_room(tenant, current, limit, files=0, size=0))
 
     def record(self, tenant: str, file_id: str, size: int | None) -> None:
-        """Records the bytes of a file; None: it was deleted. Does nothing before the tenant's first upload."""
+        """Records the size of a file in bytes; None if it was deleted. Does nothing before the tenant's first
+        upload."""
 
         def recorded(current: FileSizes | None) -> FileSizes:
             current = current or FileSizes(0.0)
@@ -75,7 +77,8 @@ class FileQuota:
         self._store.delete(_key(tenant))
 
     def _with_room(self, tenant: str, current: FileSizes | None, limit: int, *, files: int, size: int) -> FileSizes:
-        """Returns the record, counted again if that is due or may make room. Raises Conflict."""
+        """Returns the tenant's record. The files are counted again if that is due, or if a new count may make room.
+        Raises Conflict if there is no room."""
         now = self._store.now()
         if (
             current is not None
@@ -97,7 +100,7 @@ class FileQuota:
 
 
 def _problem(sizes: FileSizes, limit: int, files: int, size: int) -> str:
-    """Returns why `files` more of `size` bytes exceed a limit; empty if they do not."""
+    """Returns which limit would be exceeded by `files` more files of `size` bytes together; empty if none would."""
     total = sum(sizes.files.values()) + size
     if len(sizes.files) + files > MAX_FILES:
         return f"the tenant may have {MAX_FILES} files, and has them"

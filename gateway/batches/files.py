@@ -24,14 +24,14 @@ PART_BYTES = 8 << 20
 """Size of an upload's parts in bytes; the last one may be smaller."""
 READ_BYTES = 1 << 20
 ABANDONED_SECONDS = 7200.0
-"""Age, in seconds, after which an incomplete upload is removed: longer than any upload takes."""
+"""Age, in seconds, from which an incomplete upload is removed. No upload takes that long."""
 _ID_TIME = 1 << 44
-"""Start, in milliseconds, from which ids count down, so that a listing of keys begins with the newest."""
+"""Time in milliseconds from which ids count down, so that a listing of keys begins with the newest file."""
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{27}", re.ASCII)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Part of a file: the first `bytes` of the object `name` below the file's prefix."""
+    """Part of a file: the first `bytes` bytes of the object `name` in the file's folder."""
 
     name: str
     bytes: int
@@ -79,14 +79,14 @@ class FileStore:
         return Part(name, len(data))
 
     def commit(self, tenant: str, record: FileRecord) -> FileRecord:
-        """Completes an upload by storing the file's record, which lists it."""
+        """Completes an upload by storing the file's record. Only then is the file listed."""
         self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
         self.quota.record(tenant, record.id, record.bytes)
         self.store.delete(_upload_key(tenant, record.id))
         return record
 
     def abandon(self, tenant: str, file_id: str) -> None:
-        """Removes an upload, including one whose `commit` failed half-way."""
+        """Removes an upload with all its parts, even if its `commit` failed half-way."""
         self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
         self.quota.record(tenant, file_id, None)
@@ -155,18 +155,18 @@ class FileStore:
 
 
 def piece_starts(size: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, length) in bytes of each piece in which a content of `size` bytes is read."""
+    """Yields (start, length), in bytes, of each piece in which a file of `size` bytes is read."""
     for start in range(0, size, READ_BYTES):
         yield start, min(READ_BYTES, size - start)
 
 
 def new_id(prefix: str, now: float) -> str:
-    """Returns a new id; later ones come first in a listing."""
+    """Returns a new id that begins with `prefix`. Ids made later come first in a listing. `now`: Unix time."""
     return f"{prefix}{_ID_TIME - int(now * 1000):011x}{secrets.token_hex(8)}"
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Returns whether `text` has the form of an id, so that it is safe as part of a key."""
+    """Returns whether `text` has the form of an id with this prefix. Such a text is safe as part of a key."""
     return text.startswith(prefix) and _ID.fullmatch(text) is not None
 
 

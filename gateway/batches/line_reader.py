@@ -11,7 +11,7 @@ from gateway.batches.lines import Line, LineScanner, read_line
 from gateway.catalog.threads import LeavableThreads
 
 AHEAD_LINES = 256
-"""Number of next calls among which adjacent lines are read together."""
+"""Number of next calls whose lines may be read together with the requested line."""
 GAP_BYTES = 32 << 10
 """Maximum bytes between lines that are read together; reading them is faster than another request."""
 SPAN_BYTES = 1 << 20
@@ -20,7 +20,7 @@ HELD_BYTES = 4 << 20
 """Maximum bytes of lines kept for later calls."""
 
 Span = dict[int, bytes]
-"""Text of lines, by index of their calls."""
+"""Lines that were read together, by index of their calls."""
 
 
 class LineReader:

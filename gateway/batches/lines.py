@@ -18,7 +18,7 @@ MAX_LINE_BYTES = 1 << 20
 MAX_CUSTOM_ID = 256
 """Maximum characters of a custom_id."""
 MAX_PROBLEMS = 50
-"""Number of problems after which the scan ends."""
+"""Number of problems in the file after which the scan ends."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -63,13 +63,13 @@ class LineScanner:
         """Indices of models, by digest of their names, which may be as long as a line."""
         self._functions: dict[bytes, int] = {}
         self._ranks: list[tuple[int, int]] = []
-        """Sort key of each model: index of its function, and index of the model."""
+        """Sort key of each model: the index of its function, then the index of the model."""
         self._groups = array("l")
         self._ids: set[bytes] = set()
         self._blank = 0
         self._rest = bytearray()
         self._at = 0
-        """Position of `_rest` in the file, in bytes."""
+        """Position, in bytes, at which `_rest` begins in the file."""
         self._number = 0
         self._too_long = False
         """True if the current line already exceeds its limit."""

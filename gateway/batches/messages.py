@@ -20,7 +20,7 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METAD
 
 
 class FileObject(msgspec.Struct, frozen=True):
-    """File. Times are Unix time in whole seconds."""
+    """File of a tenant. Times are Unix time in whole seconds."""
 
     id: str
     bytes: int
@@ -47,7 +47,8 @@ class FileDeleted(msgspec.Struct, frozen=True):
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to create a batch. `input_file_id`: a file of purpose `batch`; each line is a call with a `custom_id`."""
+    """Request to create a batch. `input_file_id` is the id of a file with the purpose `batch`. Each line of the file is
+    a call with a `custom_id`."""
 
     input_file_id: Annotated[str, Meta(max_length=64)]
     endpoint: Endpoint
@@ -62,7 +63,8 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class BatchProblem(msgspec.Struct, frozen=True):
-    """Problem of a batch. `line` counts from 1; null for a problem of the batch itself."""
+    """Problem of a batch. `line` is the line of the input file, counted from 1; null for a problem of the batch
+    itself."""
 
     code: str
     message: str
@@ -76,7 +78,7 @@ class BatchProblems(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Batch. Times are Unix time in whole seconds; null: not yet."""
+    """Batch of calls. Times are Unix time in whole seconds; null for a status that the batch has not had."""
 
     id: str
     object: Literal["batch"] = "batch"

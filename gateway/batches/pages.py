@@ -37,7 +37,8 @@ class Page(msgspec.Struct, frozen=True):
         return cls(integer(request, "limit", default, 1, max_limit), after, order == "desc")
 
     def ids(self, all_ids: Sequence[str]) -> Sequence[str]:
-        """Returns the ids from the page's start on. `all_ids`: newest first, which is ascending order of ids."""
+        """Returns the ids from the page's start on, in the page's order. `all_ids`: newest first, which is the
+        ascending order of ids."""
         if self.newest_first:
             return [each for each in all_ids if self.after is None or each > self.after]
         return [each for each in reversed(all_ids) if self.after is None or each < self.after]

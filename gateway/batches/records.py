@@ -43,30 +43,31 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     status: Status = "validating"
     metadata: dict[str, str] | None = None
     key_id: str | None = None
-    """Id of the key that created the batch; None: keys are not required."""
+    """Id of the key that created the batch; None if no keys are required."""
     by_admin: bool = False
     at: dict[str, float] = msgspec.field(default_factory=dict)
-    """Unix time of the change to each status."""
+    """Unix time at which the batch got each status it has had."""
     problems: tuple[BatchProblem, ...] = ()
     total: int = 0
     completed: int = 0
     failed: int = 0
     done: bytes = b""
-    """Bit per call, in the file's order: 1 if its reply is in `output` or `errors`."""
+    """Bytes with one bit per call, in the file's order. A bit is 1 if the call's reply is in `output` or `errors`."""
     output: tuple[Part, ...] = ()
     errors: tuple[Part, ...] = ()
     output_id: str
     """Id of the output file, also before it exists."""
     error_id: str
     ends_as: Status | None = None
-    """Final status, set once no further call starts."""
+    """Final status that the batch will get; None while further calls may start."""
 
     holder: str = ""
-    """Worker that runs it; empty: none."""
+    """Name of the worker that runs the batch; empty if none does."""
     claim: int = 0
     """Number of times the batch was claimed."""
     writes: int = 0
-    """Number of writes. It makes each ETag unique, so an unchanged ETag means that the holder is lost."""
+    """Number of writes of the record. It makes each ETag unique, so a holder that no longer renews its lease is
+    recognized by an unchanged ETag."""
 
     @property
     def ended(self) -> bool:
@@ -102,7 +103,8 @@ class BatchStore(JobStore[BatchRecord]):
         super().__init__(store, BatchRecord, _key, _markers)
 
     def create(self, tenant: str, request: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
-        """Stores a new batch. Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
+        """Stores a new batch and returns its record. Raises ServiceError `conflict` if MAX_OPEN batches of the tenant
+        have not ended."""
         if len(self.objects.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
             why = f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
             raise ServiceError("conflict", why)

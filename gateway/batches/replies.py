@@ -10,7 +10,7 @@ import msgspec
 from gateway.batches.files import FileStore, Part
 
 PART_BYTES = 1 << 20
-"""Size in bytes from which a part is complete; until then it is rewritten as it grows."""
+"""Size, in bytes, from which a part is complete. A smaller part is written again as it grows."""
 AGAIN = frozenset({"rate_limited", "overloaded", "unavailable"})
 """Errors of calls that have not run, after which the call is queued again."""
 FLEETING = frozenset({"node_failed", "timeout", "internal"})
@@ -18,7 +18,7 @@ FLEETING = frozenset({"node_failed", "timeout", "internal"})
 
 
 class LineReply(msgspec.Struct, frozen=True):
-    """Reply of a call: `status` and `body` of its route."""
+    """Reply to a call: the status and body that its route returned."""
 
     status: int
     body: bytes
@@ -26,7 +26,7 @@ class LineReply(msgspec.Struct, frozen=True):
 
 
 class Answer(NamedTuple):
-    """Answer to a call. `error`: the type of the reply's error; None: no error."""
+    """Answer to a call. `error` is the type of the error in the reply; None without an error."""
 
     reply: LineReply
     error: str | None = None
@@ -76,7 +76,8 @@ class PartWriter:
         self._changed = True
 
     def take(self) -> tuple[str, bytes] | None:
-        """Returns the next part to write as (name, content), and adds it to `parts`; None if there is none."""
+        """Returns the next part to write as (name, content), and adds it to `parts`. Returns None if there are no new
+        lines."""
         if not self._changed:
             return None
         self._changed = False

@@ -23,13 +23,14 @@ from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.job_store import Stored
 
 BEAT_SECONDS = 2.0
-"""Seconds between two writes of the record, which renew the lease, during long work."""
+"""Seconds between two writes of the record that renew the lease during long work, such as reading the input."""
 FLUSH_LINES = 100
-"""Maximum unwritten answers: calls that run again if the gateway is killed. Calls in progress are not included."""
+"""Maximum answers that are not written yet. If the gateway is killed, these calls run again, like those in progress."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "the call did not run before the completion window ended")
 }
-"""Errors (code, message) in the error file for calls that never ran, by final status. Other statuses have none."""
+"""Errors (code, message) that the error file states for calls that never ran, by the batch's final status. With other
+statuses the file does not list these calls."""
 
 
 class LeaseLost(Exception):
@@ -56,10 +57,10 @@ class BatchRun:
         self.calls: set[asyncio.Task[None]] = set()
         """Calls in progress."""
         self.attempts: dict[int, int] = {}
-        """Number of failed attempts of calls that are retried, by index."""
+        """Number of failed attempts of each call that is retried, by index of the call."""
         requested: Status | None = "cancelled" if record.status == "cancelling" else None
         self.ending: Status | None = record.ends_as or requested
-        """Final status, set once no further call starts."""
+        """Final status that the batch will get; None while further calls may start."""
         self.given_up = self.lost = False
         """True if the batch must be released (`given_up`), or if another gateway has it (`lost`)."""
         self.written_at = asyncio.get_running_loop().time()
@@ -137,7 +138,8 @@ class BatchRun:
 
     @property
     def has_calls(self) -> bool:
-        """True if `next_call` may return one."""
+        """True if `next_call` may return a call now. It still returns None if all remaining calls have been
+        answered."""
         is_due = self._again and self._again[0][0] <= asyncio.get_running_loop().time()
         return self._may_begin() and bool(is_due or self._next < len(self._order))
 
@@ -177,7 +179,8 @@ class BatchRun:
         return self.record.total > 0 and sum(self._counts.values()) >= self.record.total
 
     async def write(self, **changes: Any) -> None:
-        """Writes new answers, then the record, which renews the lease. `changes`: further changes of the record."""
+        """Writes new answers, then the record, which renews the lease. `changes`: new values of further fields of the
+        record."""
         self.changed.clear()
         for writer in self._writers.values():
             if (part := writer.take()) is not None:
@@ -215,7 +218,7 @@ class BatchRun:
         await self.write(status=ended.status, at=ended.at, holder="")
 
     def give_up(self) -> None:
-        """Requests the release of the batch, for another gateway or a later time."""
+        """Requests the release of the batch, so that another gateway, or this one later, can continue it."""
         self.given_up = True
         self.changed.set()
 
@@ -249,7 +252,7 @@ class BatchRun:
                 self._files.commit(record.tenant, file)
 
     async def _merge(self) -> None:
-        """Merges another process's write, which may be a request to cancel. Raises LeaseLost."""
+        """Merges a change of the record by another process, such as a request to cancel. Raises LeaseLost."""
         current = await self._threads.run(lambda: self._batches.find(*self.key))
         if current is None:  # its tenant was removed, maybe before the last answers were written
             await self._threads.run(self._remove_answers)

@@ -35,24 +35,25 @@ from gateway.jobs.poller import Poller, PollResult
 from gateway.jobs.windows import Function
 
 LEASE_SECONDS = 10.0
-"""Seconds without a change of its record after which another gateway may claim a batch."""
+"""Seconds after which another gateway may claim a batch whose record has not changed."""
 POLL_SECONDS = 3.0
 """Seconds between two polls for batches to claim."""
 FLUSH_SECONDS = 1.0
 MAX_RUNS = 16
-"""Maximum batches at once in one gateway worker. Each needs about 1 MB for the positions of 50,000 lines."""
+"""Maximum batches that one gateway worker runs at once. A batch of 50,000 lines needs about 1 MB for their
+positions."""
 MAX_READS = 64
 """Maximum records that one poll reads."""
 MAX_IN_FLIGHT = 512
 BURST = 8
-"""Calls that start before spare rows are counted again, because nodes report a new call with a delay."""
+"""Maximum calls that start before spare rows are counted again. Nodes report a new call with a delay."""
 TICK_SECONDS = 0.02
 IDLE_SECONDS = 0.2
 ATTEMPTS = 3
 THREADS = 8
 
 AnswerLine = Callable[[str, Endpoint, Line, str], Awaitable[Answer]]
-"""Function that answers a line: gets tenant, endpoint, line and request id."""
+"""Function that returns the answer to a line. It gets the tenant, endpoint, line and request id."""
 Key = tuple[str, str]
 """Tenant and id of a batch."""
 
@@ -85,7 +86,7 @@ class BatchRunner:
         self._shares = Shares(clock)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
         self._watch = ChangeWatch(clock)
-        """Watch of batches with other holders, by batch id."""
+        """Watch of the leases that other gateways hold, by batch id."""
         self._runs: dict[Key, BatchRun] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         """Calls in progress."""
@@ -132,8 +133,8 @@ class BatchRunner:
         return PollResult(claimable)
 
     async def _make_room(self) -> None:
-        """Releases a batch of a tenant with several, if a tenant without a running batch waits. Runs until
-        cancelled."""
+        """Releases one batch of a tenant with several running ones, if a tenant without a running batch waits. Runs
+        until cancelled."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if len(self._runs) < MAX_RUNS:
@@ -164,7 +165,8 @@ class BatchRunner:
         return not record.holder or self._is_unchanged(record.id)
 
     def _is_unchanged(self, batch_id: str) -> bool:
-        """Returns whether the batch's record has not changed for LEASE_SECONDS, or was never read."""
+        """Returns whether the batch's lease has ended: its record has not changed for LEASE_SECONDS, or was never
+        read."""
         return self._watch.unchanged_s(batch_id) >= LEASE_SECONDS
 
     async def _drive(self, run: BatchRun) -> None:
@@ -241,7 +243,7 @@ class BatchRunner:
             await asyncio.sleep(FLUSH_SECONDS)
 
     async def _begin_calls(self, answer: AnswerLine) -> int:
-        """Starts calls while there are spare rows. Returns their number."""
+        """Starts calls while nodes have spare rows. Returns the number of started calls."""
         if not self._runs or self._clock() < self._paused_until:
             return 0
         begun_before = len(self._under_way)
@@ -306,7 +308,7 @@ class BatchRunner:
 
 @dataclass(frozen=True)
 class Batches:
-    """Files and batches of all tenants. `runner` runs the batches that no other gateway runs."""
+    """Files and batches of all tenants. `runner` runs those batches that this worker claims."""
 
     files: FileStore
     records: BatchStore
@@ -338,7 +340,7 @@ def make_batches(
 
 
 async def _wait(event: asyncio.Event, seconds: float, at_least: float = 0.0) -> None:
-    """Waits until the event is set, at most `seconds`, and clears it."""
+    """Waits until the event is set, at most `seconds` seconds, and then clears it."""
     await asyncio.sleep(at_least)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):

@@ -7,25 +7,26 @@ from collections.abc import Callable, Iterable
 from gateway.batches.run import BatchRun
 
 MAX_WINDOW = 256.0
-"""Maximum calls in progress for one tenant's batches in one gateway worker."""
+"""Maximum size of a tenant's window: its batches' calls in progress in one gateway worker."""
 PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 30.0
 
 
 class Share:
-    """Share of one tenant. Its window halves when a limit of the tenant refuses a call, and grows with each answer."""
+    """Share of one tenant. Its window is the maximum number of calls in progress. It halves when a limit of the tenant
+    refuses a call, and grows with each answer."""
 
     def __init__(self, served: float) -> None:
         self.weight = 1.0
         self.served = served
-        """Number of calls started, each divided by the weight at that time. The tenant with the lowest value is
-        next."""
+        """Sum over the started calls of 1 / (the tenant's weight at that time). The tenant with the lowest sum starts
+        the next call."""
         self.in_flight = 0
         self.window = MAX_WINDOW
         self.paused_until = 0.0
 
     def refuse(self, now: float, retry_after: float | None) -> float:
-        """Halves the window after a refusal. Returns the seconds for which no call of the tenant starts."""
+        """Halves the window after a call was refused. Returns the seconds for which no call of the tenant may start."""
         seconds = min(retry_after or PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         self.window, self.paused_until = max(1.0, self.window / 2), now + seconds
         return seconds
@@ -53,7 +54,8 @@ class Shares:
         self._shares = {name: share for name, share in self._shares.items() if name in running or share.in_flight}
 
     def pick(self, runs: Iterable[BatchRun]) -> BatchRun | None:
-        """Returns the batch whose call starts next: the oldest of the next tenant. None if no call may start."""
+        """Returns the batch whose call starts next: the oldest batch of the tenant with the lowest `served`. Returns
+        None if no call may start."""
         oldest: dict[str, BatchRun] = {}
         for run in runs:
             tenant, current = run.record.tenant, oldest.get(run.record.tenant)

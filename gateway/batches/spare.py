@@ -9,25 +9,28 @@ import numpy as np
 from cluster.node_table import STANDARD, NodeTable
 
 KEPT_SHARE = 1 / 8
-"""Share of a node's rows, rounded down, that batches leave free for the next interactive calls."""
+"""Share of a node's rows that batches leave free for the next interactive calls, rounded down to whole rows."""
 LONGER_SHARE = 1 / 4
-"""Maximum relative increase of a node's decode step that interactive calls may suffer."""
+"""Maximum share by which calls of batches may prolong the decode steps of a node with interactive calls."""
 UNKNOWN_SHARE = 1 / 8
-"""Maximum share of a node's rows for batches with interactive calls, if the node's decode step is unknown."""
+"""Maximum share of a node's rows that batches get if the node also has interactive calls, and its decode step is
+unknown."""
 CALLED_S = 5.0
-"""Seconds after its last interactive request for which a node is treated as having one, because another is likely."""
+"""Seconds for which a node is treated as having interactive requests after the last one ended. Another one is likely in
+this time."""
 
 
 class SpareRows:
-    """Spare rows as one gateway worker counts them. `clock`: monotonic seconds."""
+    """Counter of spare rows: rows of the nodes' batches that calls of batches may use now. `clock`: monotonic
+    seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._called = np.empty(0)
-        """Times of nodes' last interactive requests (monotonic seconds), by row of the node table."""
+        """Time of each node's last interactive request in monotonic seconds, by row of the node table."""
 
     def count(self, nodes: NodeTable, base: str, in_flight: int) -> float:
-        """Returns how many more calls may start; infinite if a node does not report its rows.
+        """Returns the number of further calls that may start; infinite if a node does not report its rows.
 
         `in_flight`: calls of batches in progress. Without a serving node one call may start, so that an autoscaler
         notices.
@@ -45,7 +48,8 @@ class SpareRows:
         return float(max(0.0, min(np.sum(spare), np.sum(limits) - in_flight)))
 
     def _limits(self, nodes: NodeTable, rows: np.ndarray, best_effort: np.ndarray) -> np.ndarray:
-        """Returns f64[C]: each node's limit of best-effort requests; infinite without interactive requests."""
+        """Returns f64[C]: the maximum best-effort requests on each of the C nodes `rows`. It is infinite for a node
+        without interactive requests."""
         requests, per_row = nodes.requests[rows], nodes.decode_per_row[rows]
         base, flat = nodes.decode_base[rows], nodes.flat_rows[rows]
         # Assumes that contexts and ranks of each request cost the mean of the running requests.
@@ -61,8 +65,8 @@ class SpareRows:
         return np.where(called, np.floor(limits), np.inf)
 
     def _are_called(self, nodes: NodeTable, rows: np.ndarray, busy: np.ndarray) -> np.ndarray:
-        """Returns bool[C]: which nodes have, or recently had, interactive requests. Records those that have some
-        now."""
+        """Returns bool[C]: whether each of the C nodes `rows` has, or recently had, interactive requests. `busy`:
+        bool[C], those that have some now."""
         if not self._called.size:
             self._called = np.full(len(nodes.live), -np.inf)
         now = self._clock()

@@ -25,9 +25,10 @@ MAX_FILENAME = 200
 async def receive_file(
     request: Request, config: GatewayConfig, files: FileStore, threads: StoreThreads, tenant: str, limit: int
 ) -> FileRecord:
-    """Stores the file of a multipart body and returns its record. `limit`: maximum bytes of all the tenant's files.
+    """Stores the file in a multipart body, and returns the file's record. `limit`: maximum bytes of all files of the
+    tenant.
 
-    Raises ServiceError, Conflict; then nothing of the file remains.
+    Raises ServiceError, Conflict. After an error nothing of the file remains.
     """
     form = FormParts(request, FILE_FORM)
     file_id = await threads.write(files.begin, tenant, _size_of(request), limit)
@@ -42,7 +43,7 @@ async def receive_file(
 
 
 def _size_of(request: Request) -> int:
-    """Returns the maximum bytes of the file: the request's size, which includes the form, up to MAX_FILE_BYTES."""
+    """Returns an upper bound of the file's size in bytes: the size of the whole request, at most MAX_FILE_BYTES."""
     stated = request.headers.get("content-length", "")
     return min(int(stated), MAX_FILE_BYTES) if stated.isdecimal() else MAX_FILE_BYTES
 

@@ -23,28 +23,29 @@ class Times:
 
     received: float
     sent_at: float | None = None
-    """Time at which the request was sent to the current node, or to the first node that sent a token."""
+    """Time at which the request was sent to the current node. Once a token has arrived, it stays the time of sending to
+    the first token's node."""
     started_at: float | None = None
     first_at: float | None = None
     """Time at which the first token arrived."""
     last_at: float | None = None
     done_at: float | None = None
     hold_wait: float = 0.0
-    """Seconds of waiting for a first node."""
+    """Seconds for which the call waited for a first node to start."""
     schedule: float = 0.0
-    """Duration of routing, over all attempts."""
+    """Seconds that routing took, over all attempts."""
     forecast: float | None = None
     """The scheduler's forecast of the time from `sent_at` to the first token."""
     tokens: int = 0
 
     @property
     def ttft(self) -> float | None:
-        """Returns the seconds from receipt to the first token; None before it."""
+        """Returns the seconds from receipt to the first token; None before the first token."""
         return None if self.first_at is None else self.first_at - self.received
 
     @property
     def tpot(self) -> float | None:
-        """Returns the mean seconds between two tokens; None before the second one."""
+        """Returns the mean seconds between two tokens; None before the second token."""
         if self.first_at is None or self.last_at is None or self.tokens < 2:
             return None
         return (self.last_at - self.first_at) / (self.tokens - 1)

@@ -27,7 +27,7 @@ class ActiveCalls:
 
     @contextmanager
     def track(self, tenant: str, function: str, received: float) -> Iterator[asyncio.Future[Exception]]:
-        """Yields a future that gets the reason if the generation must end early.
+        """Registers a generation. Yields a future whose result is the reason why the generation must end early.
 
         Raises the reason at once if the function was revoked after the call was `received` (monotonic seconds).
         """

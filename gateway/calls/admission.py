@@ -1,4 +1,5 @@
-"""Enforces tenants' limits: a call reserves its share of them before its first choice starts, or is refused."""
+"""Enforces tenants' limits. Before its first choice starts, a call reserves the tokens and places that it needs, or is
+refused."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from gateway.workers.metrics import Metrics
 T = TypeVar("T")
 
 YIELDED_SHARE = 1 / 8
-"""Share of a tenant's and of a function's places, rounded up, that background calls leave free.
+"""Share of the places of a tenant, and of a function, that background calls leave free, rounded up. A place admits one
+generation at a time.
 
-Background calls are those of batches and asynchronous calls.
+Background calls are asynchronous calls and those of batches.
 """
 RETRY_AFTER = 1.0
-"""Seconds after which to retry if it is unknown when a place becomes free."""
+"""Value of Retry-After in seconds if it is unknown when a place becomes free."""
 
 
 def call_of(
@@ -33,10 +35,10 @@ def call_of(
     *,
     yields: bool = False,
 ) -> Call:
-    """Returns the amounts that a call takes of its tenant's and its function's limits.
+    """Returns the tokens and places that a call takes from its tenant's and its function's limits.
 
-    `yields`: the call leaves some places to interactive calls. Raises ServiceError `validation_failed` for more choices
-    than may ever run at once.
+    `yields`: True for a background call, which leaves some places to interactive calls. Raises ServiceError
+    `validation_failed` if the call has more choices than the limits allow at once.
     """
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}
@@ -64,7 +66,7 @@ def call_of(
 
 @asynccontextmanager
 async def admitted(call: Call, limits: LimitState, metrics: Metrics, used: Callable[[], int]) -> AsyncIterator[None]:
-    """Reserves a call's share of the tenant's limits as long as the context lasts.
+    """Reserves the tokens and places of a call as long as the context lasts.
 
     `used` returns the tokens that the call has used; unused ones are given back at the end. Raises ServiceError
     `rate_limited`.
@@ -125,11 +127,12 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
 
 
 def _yielding(owner: Owner, places: int) -> Owner:
-    """Returns the owner with a limit lowered by YIELDED_SHARE, but large enough for a call of `places`."""
+    """Returns the owner with its limit lowered by YIELDED_SHARE. The limit still admits a call of `places` places."""
     limit = owner.limit
     return owner if limit is None else Owner(owner.name, max(places, limit - math.ceil(limit * YIELDED_SHARE)))
 
 
 def _prompt(request: GenerateRequest) -> int:
-    """Returns the prompt's tokens for the first choice, 0 for the others: a prompt counts once."""
+    """Returns the number of prompt tokens to count. It is 0 except for the first choice of a prompt, because a prompt
+    counts once."""
     return 0 if request.sampling.choice else len(request.token_ids)

@@ -1,4 +1,4 @@
-"""Circuit breakers: a node that can't be reached gets no requests for a while, and then one as a probe.
+"""Circuit breakers: a node that can't be reached gets no requests for a while, and then one request as a probe.
 
 A node's record shows that the node can reach the gateway; only a call shows that the gateway can reach the node. After
 THRESHOLD failures in a row the node's circuit opens. It gets no requests for one second, and for twice the previous
@@ -17,13 +17,13 @@ from gateway.calls.node_watch import NodeFailure
 
 THRESHOLD = 3
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Pause after the circuit opens, and the longest pause, in seconds."""
+"""First pause after a circuit opens, and the longest pause, in seconds."""
 
 Circuit = Literal["closed", "open", "half_open"]
 
 
 class Probe:
-    """Token of the single request that may go to a node whose circuit is half open."""
+    """Permit of the single request that may go to a node whose circuit is half open."""
 
 
 class CircuitOpen(NodeFailure):
@@ -89,7 +89,7 @@ class Breakers:
         return breaker.probe
 
     def answered(self, node_id: str, epoch: str) -> None:
-        """Records that the node serves."""
+        """Records that the node serves requests, which closes its circuit."""
         self._failing.pop((node_id, epoch), None)
 
     def failed(self, node_id: str, epoch: str, probe: Probe | None = None) -> None:
@@ -114,7 +114,7 @@ class Breakers:
     def undecided(self, node_id: str, epoch: str, probe: Probe | None) -> None:
         """Releases the probe without a result, so that another request may try.
 
-        Its request waits in the node's queue, or ended for a reason other than the node.
+        The probe's request waits in the node's queue, or it ended for a reason that says nothing about the node.
         """
         breaker = self._failing.get((node_id, epoch))
         if breaker is not None and breaker.probe is probe:

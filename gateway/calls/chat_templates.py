@@ -25,8 +25,8 @@ from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
 
 ANSWER_SECONDS = 30.0
-"""Seconds to wait for one conversation, including the start of the process. The template's own limit is in processor
-time."""
+"""Seconds to wait until one conversation is rendered, including the start of the process. The limit of the template
+itself is in processor time."""
 CHECK_SECONDS = 60.0
 """Seconds to wait for the check of a template, including the checks queued before it."""
 RETRY_AFTER = 1.0
@@ -53,7 +53,7 @@ class ChatTemplates:
         """Locks by tenant: at most one conversation of a tenant is in the queue."""
 
     def close(self) -> None:
-        """Kills the process and abandons what it renders."""
+        """Kills the helper process, and abandons the conversation that it renders."""
         self._helper.kill()
 
     async def check(
@@ -99,7 +99,8 @@ class ChatTemplates:
             return await self._thread.run(lambda: self._ask(job))
 
     def _ask(self, job: Job) -> str:
-        """Returns the rendered conversation. Blocks. Raises ServiceError `unavailable`, _TemplateRefused."""
+        """Returns the conversation, rendered by the helper process. Blocks. Raises ServiceError `unavailable`,
+        _TemplateRefused."""
         try:
             limited = msgspec.structs.replace(job, seconds=RENDER_SECONDS)
             answer: Rendered | Refused = _decoder.decode(self._helper.ask(limited, ANSWER_SECONDS))

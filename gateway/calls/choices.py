@@ -12,7 +12,7 @@ QUEUE = 64
 """Maximum events that wait for a slow reader; beyond that the generations wait."""
 
 Item = tuple[int, Token | Done]
-"""A generation's index among those of its call, and its event."""
+"""Index of a generation among those of its call, and one of its events."""
 
 
 async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:

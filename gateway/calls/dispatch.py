@@ -37,7 +37,8 @@ from gateway.workers.called import CalledDigests
 ATTEMPTS = 2
 """Maximum attempts to get a first token."""
 MAX_RESUMPTIONS = 2
-"""Maximum resumptions of one request, so that a request that crashes nodes does not reach all of them."""
+"""Maximum number of times that one request continues on another node. So a request that crashes nodes does not reach
+all of them."""
 NODE_ERRORS = ("node_failed", "unavailable")
 """Errors of a node that are not the request's fault."""
 
@@ -58,7 +59,7 @@ class Generation:
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, index: int) -> None:
         self.shared, self.invocation, self.index = dispatcher, invocation, index
         self.request = invocation.requests[index]
-        """Request as the call states it; `_sent` derives the one for each node from it."""
+        """Request as the call states it. `_sent` derives from it the request for each node."""
         self.function = invocation.target.function
         self.times = Times(invocation.received)
         self.key = CallKey(invocation.id, invocation.request_id, self.request.tenant, self.function)
@@ -70,7 +71,7 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprob] = []
         """Log probabilities of the prompt's tokens from the second on; complete when the first event arrives."""
         self.resumed = 0
-        """Number of resumptions on another node."""
+        """Number of times that the generation continued on another node."""
         self._generated: list[int] = []
         self._failures = 0
         self._is_queued = False
@@ -145,13 +146,13 @@ class Generation:
 
     @property
     def used_tokens(self) -> int:
-        """Returns the tokens of the call's reserved ones that this generation has used so far."""
+        """Returns the number of reserved tokens that this generation has used so far."""
         return self._prompt_tokens + (self.times.tokens if self.done is None else self.done.completion_tokens)
 
     @property
     def _prompt_tokens(self) -> int:
-        """Returns the prompt tokens used: the prompt counts once it has started on a node, and for the first choice
-        only."""
+        """Returns the number of prompt tokens used. It is 0 until the prompt has started on a node, and for all choices
+        but the first."""
         return 0 if self.request.sampling.choice or self.times.started_at is None else len(self.request.token_ids)
 
     async def route(self, excluded: frozenset[str], *, displaces: bool = False, counts_refusal: bool = False) -> Placed:
@@ -169,7 +170,8 @@ class Generation:
         )
 
     def _tracked(self) -> AbstractContextManager[asyncio.Future[Exception]]:
-        """Registers the generation as revocable, and yields the future of the reason."""
+        """Registers the generation, so that it can be revoked. Yields the future whose result is the reason for a
+        revocation."""
         return self.shared.running.track(self.request.tenant, self.function, self.times.received)
 
     def _interruption(self) -> asyncio.Future[Exception]:
@@ -177,7 +179,8 @@ class Generation:
         return self._revoked
 
     async def _route_or_hold(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
-        """Routes the request and returns its place; with an autoscaler it may wait for a node. Raises ServiceError.
+        """Routes the request and returns its place. If an autoscaler runs, the request may wait for a node. Raises
+        ServiceError.
 
         It waits if there is no node, if the only node has just refused the request because it is stopping, and if the
         first node to start is full.
@@ -212,7 +215,8 @@ class Generation:
             raise self.shared.hold.timeout_error()
 
     async def _route(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
-        """Returns a place on a node that is not excluded. If there is none, raises the first attempt's failure."""
+        """Returns a place on a node that is not in `excluded`. If there is none, raises `failure`, the error of the
+        first attempt, if that is not None."""
         began = time.monotonic()
         displaces, is_first = self.shared.router.displaces(self.request), failure is None and not self.times.hold_wait
         try:
@@ -313,15 +317,15 @@ class Dispatcher:
     accounting: Accounting
     called: CalledDigests
     record_call: Callable[[str, str, Adapter], None]
-    """Called for each call of a version, with tenant, function and adapter."""
+    """Function that is called for each call of a version, with tenant, function and adapter."""
     generation: Callable[[Dispatcher, Invocation, int], Generation] = Generation
     """Factory of generations; a policy that migrates them has its own (gateway.calls.migration)."""
     running: ActiveCalls = field(default_factory=ActiveCalls)
     began: float = field(default_factory=time.monotonic)
 
     async def wait_for_nodes(self, deadline: float) -> None:
-        """Waits until a node is live, or until every live node must have reported; at most until the deadline
-        (monotonic)."""
+        """Waits until a node is live, or until all live nodes must have reported. Waits at most until the deadline, in
+        monotonic seconds."""
         # A node that has not reported by then is taken for dead anyway.
         until = min(deadline, self.began + RECORD_EXPIRY)
         # The state may be shared with other processes, so no local event signals a change.
@@ -329,7 +333,7 @@ class Dispatcher:
             await asyncio.sleep(0.02)
 
     def generations(self, invocation: Invocation) -> list[Generation]:
-        """Returns one generation per choice, none of them started."""
+        """Returns one generation per choice. They are not started yet."""
         if (adapter := invocation.target.adapter) is not None:
             self.record_call(invocation.tenant, invocation.target.function, adapter)
         return [self.generation(self, invocation, index) for index in range(len(invocation.requests))]
@@ -337,9 +341,9 @@ class Dispatcher:
 
 @asynccontextmanager
 async def events_of(generations: Sequence[Generation]) -> AsyncIterator[AsyncGenerator[Item, None]]:
-    """Admits a call, and yields the merged events of all its generations.
+    """Admits a call, and yields an iterator over the merged events of all its generations.
 
-    Raises the first ServiceError and ends the other generations.
+    Raises the first ServiceError, and then ends the other generations.
     """
     shared, call = generations[0].shared, generations[0].invocation.call
 

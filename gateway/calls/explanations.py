@@ -12,15 +12,15 @@ from gateway.scheduling.request import PlacementRequest
 MAX_PLACEMENTS = 4096
 """Maximum decisions kept, some 4 kB each."""
 MAX_OF_CALL = 16
-"""Maximum decisions kept for one call, which may have many choices, each routed twice."""
+"""Maximum decisions kept for one call. A call may have many choices, and each may be routed twice."""
 OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")
 OF_DEMAND = ("prompt_tokens", "max_tokens", "rank", "slo_class", "tpot")
 OF_REQUEST = ("adapter_bytes", "ttft")
-"""Fields that a Decision copies: from Placement, from the request's demand, and from the request."""
+"""Names of the fields that a Decision copies from a Placement, from the request's demand, and from the request."""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Routing decision as stored here."""
+    """Routing decision, as this log stores it."""
 
     request: PlacementRequest
     outcome: Outcome
@@ -84,7 +84,8 @@ class ExplainReply(msgspec.Struct, frozen=True):
     tenant: str
     function: str
     placements: list[ExplainedPlacement]
-    """Decisions in order: one per choice, and one for each retry after a node failed."""
+    """Decisions in the order in which they were made: one for each choice, and one for each retry after a node
+    failed."""
     left_out: int
     """Number of further decisions, which were not kept."""
 
@@ -104,7 +105,8 @@ class _Tenant:
 class Explanations:
     """Routing decisions of this process.
 
-    A tenant with more than an equal share makes room by dropping its own, so no tenant displaces the others'.
+    If the log is full, a tenant with more than an equal share of it loses its own oldest call. So no tenant displaces
+    the decisions of others.
     """
 
     def __init__(self, max_placements: int = MAX_PLACEMENTS) -> None:
@@ -127,10 +129,10 @@ class Explanations:
             self._drop(call.tenant)
 
     def find(self, id: str, tenant: str | None) -> Explained | None:
-        """Returns the decisions of a call; None if unknown.
+        """Returns the decisions of a call; None if the call is unknown.
 
-        `id`: of an invocation, a generation, or a request (then its latest call). `tenant`: owner of the call; None:
-        any.
+        `id`: id of an invocation, a generation or a request; a request's id means its latest call. `tenant`: owner of
+        the call; None means any tenant.
         """
         for name in (id, id.rpartition("-")[0], self._latest_by_request.get((tenant, id))):
             explained = self._calls.get(name) if name else None
@@ -146,7 +148,8 @@ class Explanations:
         return self._calls[call.id]
 
     def _drop(self, adding: str) -> None:
-        """Drops the oldest call of the tenant `adding` if it has more than its share, else the oldest of all."""
+        """Drops the oldest call of the tenant `adding` if this tenant has more than its share, else the oldest call of
+        all tenants."""
         share = max(MAX_OF_CALL, self._max_placements // len(self._tenants))
         adding_tenant = self._tenants.get(adding)
         oldest = next(

@@ -75,10 +75,11 @@ class MovableGeneration(Generation):
         self.moved = False
         """True once it was migrated; it is not migrated again."""
         self._attempt: asyncio.Future[Exception] | None = None
-        """Future that interrupts the running attempt, with the reason as its result."""
+        """Future that interrupts the running attempt when it gets a result, which is the reason; None if no attempt is
+        running."""
 
     def move_to(self, placed: Placed) -> bool:
-        """Continues the generation at `placed`. Returns False if no attempt is running."""
+        """Continues the generation at `placed`, and returns True. Returns False if no attempt is running."""
         if self._attempt is None or self._attempt.done():
             return False
         self.moved = True

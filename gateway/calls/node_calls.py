@@ -14,10 +14,11 @@ from cluster.secret import authorization
 T = TypeVar("T")
 
 ANSWER_SECONDS = 15.0
-"""Timeout of an answer in seconds: longer than the node's timeout for its engine."""
+"""Timeout of a node's answer in seconds. It is longer than the node's own timeout for its engine."""
 ANSWER_BYTES = 8 << 20
 OUR_FAULT = ("unauthenticated", "invalid_request", "method_not_allowed", "unsupported_media_type")
-"""Node errors that mean that gateway and node do not understand each other; the operator who asked can't fix them."""
+"""Errors of a node which mean that gateway and node do not understand each other. The operator who sent the request
+can't fix them."""
 
 
 class _ErrorContent(msgspec.Struct, frozen=True):

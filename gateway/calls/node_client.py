@@ -20,11 +20,12 @@ from gateway.http.connected import cut_short
 from gateway.scheduling.placement import Placed
 
 ANSWER_SECONDS = 5.0
-"""Timeout, in seconds, of a node's status line, which it sends before it queues the request."""
+"""Seconds to wait for the status line of a node's reply. The node sends it before it queues the request."""
 EVENT_LIMIT = 4 << 20
 """Maximum bytes of one event: a token with its log probabilities."""
 DEADLINE_SLACK = 10.0
-"""Seconds after a request's deadline at which the gateway gives it up. Nodes end requests at their deadline."""
+"""Seconds from a request's deadline until the gateway stops waiting for its node. The node itself should end the
+request at the deadline."""
 EOF_SECONDS = 0.2
 
 
@@ -105,7 +106,8 @@ class NodeClient:
 
 
 def _end_reading(content: aiohttp.StreamReader, given_up: asyncio.Future[Exception]) -> None:
-    """Makes the stream's reader raise the reason for which it was given up."""
+    """Makes the stream's reader raise the reason for which the stream was given up. `given_up`: future whose result is
+    that reason."""
     content.set_exception(given_up.result())
 
 

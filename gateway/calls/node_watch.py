@@ -1,4 +1,4 @@
-"""Ends the streams of dead nodes, with one watch per node however many streams it has.
+"""Ends the streams of dead nodes. All streams of a node share one watch.
 
 A node is dead when neither a record nor a byte of any of its streams has arrived for too long. So a node whose records
 get lost while its tokens still arrive keeps its streams.
@@ -21,7 +21,7 @@ TICK = 0.25
 
 
 class NodeFailure(Exception):
-    """A node did not serve the request. `retryable`: another node may."""
+    """A node did not serve the request. `retryable`: True if another node may serve it."""
 
     def __init__(self, error: ServiceError, *, retryable: bool) -> None:
         super().__init__(error.message)
@@ -49,7 +49,7 @@ class WatchedStream:
             self.given_up.set_result(reason)
 
     def interrupt(self, reason: asyncio.Future[Exception]) -> None:
-        """Gives the stream up with the result of `reason`."""
+        """Gives the stream up once `reason` has a result, which becomes the result of `given_up`."""
         if not reason.cancelled():
             self.give_up(reason.result())
 
@@ -59,7 +59,7 @@ class WatchedStream:
 
 
 class _Watch:
-    """Watch of one node while it has open streams."""
+    """Watch of one node as long as it has open streams."""
 
     def __init__(self, node_id: str, epoch: str) -> None:
         self.node_id, self.epoch = node_id, epoch
@@ -72,8 +72,8 @@ class _Watch:
 class NodeWatches:
     """Watches of all nodes with open streams.
 
-    `silence`: seconds without a record or a byte after which a node is taken for dead. `first_silence`: the same for a
-    request without a token while other nodes can take it over.
+    `silence`: seconds without a record or a byte after which a node is taken for dead. `first_silence`: the same limit
+    for a request that has no token yet, while other nodes can take it over.
     """
 
     def __init__(self, state: ClusterState, *, silence: float, first_silence: float) -> None:

@@ -38,7 +38,7 @@ class Head(msgspec.Struct, frozen=True):
     """Echoed text of each prompt; empty if nothing is echoed."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
-    """True if each chunk has the usage so far."""
+    """True if each chunk contains the usage up to this chunk."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:
@@ -105,9 +105,9 @@ class _StreamedChoices:
         self._head, self._index, self._generation = head, index, generation
         self._is_begun = False
         self._offset = 0
-        """Number of characters in the preceding tokens."""
+        """Number of characters in all preceding tokens of the generation."""
         self.completed = 0
-        """Number of completion tokens up to the latest chunk."""
+        """Number of completion tokens in the chunks up to the latest one."""
 
     def of(self, event: Token | Done) -> Iterator[StreamedChoice]:
         """Yields the choices that an event adds, one per chunk."""
@@ -147,14 +147,15 @@ def usage_of(head: Head, ends: Sequence[Done]) -> openai.TokenUsage:
 
 
 def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int) -> openai.TokenUsage:
-    """Returns the usage after `completion` tokens of all choices; cached tokens are not counted yet."""
+    """Returns the token usage after `completion` tokens of all choices together. The number of cached tokens is not
+    known yet and stays 0."""
     prompt = sum(len(generation.request.token_ids) for generation in generations[:: head.choices])
     return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(0))
 
 
 def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> tuple[StreamedChoice | None, int]:
-    """Returns the choice that precedes the first token (None: nothing), and the characters of the tokens in its
-    logprobs."""
+    """Returns the choice that is sent before the first token, or None. Also returns the number of characters of the
+    tokens in its logprobs."""
     if head.chat:
         return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None), 0
     echo = head.echo_of(index)
@@ -206,7 +207,7 @@ def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]
 def _completion_logprobs(
     head: Head, entries: Sequence[TokenLogprob], offset: int, echo: Echo | None = None
 ) -> openai.CompletionLogprobs | None:
-    """Returns `logprobs` for completions; None if not requested.
+    """Returns the field `logprobs` of a completion; None if it was not requested.
 
     `offset`: characters before the first entry. `echo`: the echoed prompt, in which case the entries begin with the
     prompt's second token.

@@ -1,4 +1,4 @@
-"""Resolves a call's parameters for nodes, using the function's defaults for what it leaves out.
+"""Resolves a call's parameters for nodes. The function's defaults replace parameters that the call leaves out.
 
 See docs/design/decisions/generation-params.md.
 """
@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-4
 """Temperature below which sampling is greedy, because dividing logits by it would overflow."""
 MAX_PROMPT_LOGPROBS = 1 << 16
-"""Maximum log probabilities of prompt tokens for one call, including alternatives and choices."""
+"""Maximum log probabilities of prompt tokens in one call's reply, including those of alternatives, over all choices."""
 
 
 MAX_SEED = (1 << 63) - 1
@@ -41,7 +41,8 @@ def merge(stated: Params, defaults: Defaults) -> Params:
 
 
 class NodeParameters(TypedDict):
-    """Fields of a GenerateRequest that depend on the call's parameters alone, so not `max_tokens`."""
+    """Fields of a GenerateRequest that depend on the call's parameters alone. `max_tokens` also depends on the prompt,
+    so it is not one of them."""
 
     sampling: Sampling
     stop: list[str]
@@ -49,7 +50,7 @@ class NodeParameters(TypedDict):
 
 
 def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodeParameters:
-    """Returns the parameters as nodes take them, for the first choice.
+    """Returns the parameters of the first choice in the form that nodes accept.
 
     Raises ServiceError for token ids outside the vocabulary, and for too many bad words.
     """
@@ -73,9 +74,9 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
 
 
 def prompt_logprobs(call: GenerationParams) -> int | None:
-    """Returns how many most likely tokens to report per prompt token; None: no log probabilities.
+    """Returns the number of most likely tokens to report per prompt token; None if no log probabilities are requested.
 
-    As in vLLM, `echo` asks for as many as `logprobs`.
+    As in vLLM, `echo` requests as many for the prompt as `logprobs` does for the output.
     """
     echoed = call.alternatives if call.echoes else None
     return max((k for k in (call.prompt_logprobs, echoed) if k is not None), default=None)
@@ -84,8 +85,8 @@ def prompt_logprobs(call: GenerationParams) -> int | None:
 def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, context: int, prompt_field: str) -> int:
     """Returns the maximum output tokens of a call.
 
-    `declared`: the call's own limit. `prompt`: number of its tokens. Raises ServiceError if both do not fit the
-    context.
+    `declared`: the limit that the call states; None without one. `prompt`: number of prompt tokens. `context`: maximum
+    tokens of prompt and output together. Raises ServiceError if prompt and output do not fit the context.
     """
     room = context - prompt
     if room < 1:
@@ -102,7 +103,7 @@ def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, c
 
 
 def kept_tokens(merged: GenerationParams, context: int) -> int | None:
-    """Returns how many of a prompt's last tokens to keep; None: all.
+    """Returns the number of a prompt's last tokens to keep; None keeps all.
 
     The value -1 keeps as many as leave room for `max_tokens`; with the service's default limit at least half the
     context is kept. Raises ServiceError for a value greater than the context.

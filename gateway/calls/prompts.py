@@ -25,7 +25,7 @@ INLINE_CHARACTERS = 4096
 """Maximum characters that are tokenized on the event loop. A longer text would delay other requests, so it goes into a
 thread."""
 MESSAGE_CHARACTERS = 16
-"""Characters that a template may add to each message."""
+"""Number of characters that a template is assumed to add to each message."""
 
 
 class Source(Protocol):

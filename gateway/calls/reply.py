@@ -96,7 +96,8 @@ async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[byt
 
 
 def _prompt_event(index: int, generation: Generation, choice: int | None) -> schema.TokenEvent | None:
-    """Returns the event about the prompt, which precedes the first token; None without echo and log probabilities."""
+    """Returns the event with the prompt's text and log probabilities, which precedes the first token. Returns None if
+    neither was requested."""
     echo = generation.invocation.echo_of(index)
     logprobs = _prompt_logprobs(generation.request, generation.prompt_logprobs)
     if echo is None and logprobs is None:
@@ -106,7 +107,8 @@ def _prompt_event(index: int, generation: Generation, choice: int | None) -> sch
 
 
 def token_events(event: Token | Done, choice: int | None = None) -> list[schema.TokenEvent]:
-    """Returns one event per token; the last one has the text of all. Done gives one event if it has text."""
+    """Returns one event per token in `event`. The last of them has the text of all. For a Done it returns one event if
+    the Done has text, else none."""
     ids = [] if isinstance(event, Done) else event.token_ids
     if isinstance(event, Done) or not ids:
         index = event.completion_tokens if isinstance(event, Done) else event.index
@@ -166,7 +168,7 @@ def usage(ends: Sequence[Done]) -> schema.Usage:
 
 
 def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
-    """Returns the timing of a call. `done`: the first generation's."""
+    """Returns the timing of a call. `done`: end of the first generation."""
     times, cold = generations[0].times, done.timing.cold_start
     ends = [each.times.done_at for each in generations if each.times.done_at is not None]
     return schema.Timing(
@@ -204,7 +206,8 @@ def invocation_headers(generation: Generation) -> dict[str, str]:
 
 
 def server_timing(generation: Generation) -> str:
-    """Returns the Server-Timing header in milliseconds: the node's values once reported, else the gateway's."""
+    """Returns the value of the header Server-Timing, in milliseconds. It has the node's measurements if they have
+    arrived, else the gateway's."""
     done, times = generation.done, generation.times
     steps = {**generation.invocation.steps, "schedule": times.schedule}
     if times.hold_wait:

@@ -1,4 +1,4 @@
-"""Turns a checked call into an invocation: target resolved, prompt tokenized, defaults filled in."""
+"""Turns a checked call into an invocation. It resolves the target, tokenizes the prompt and fills in the defaults."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Echo(msgspec.Struct, frozen=True):
 
     text: str
     first_token: str
-    """Text of the first token, which has no log probability."""
+    """Text of the prompt's first token, which has no log probability."""
 
 
 class Invocation(msgspec.Struct, frozen=True):
@@ -73,12 +73,12 @@ class Invocation(msgspec.Struct, frozen=True):
     received: float
     """Time at which the request's headers had arrived, in monotonic seconds."""
     steps: dict[str, float]
-    """Seconds of each step before routing, for Server-Timing."""
+    """Duration of each step before routing, in seconds, for the header Server-Timing."""
     call: Call
-    """Amounts that the call takes of the tenant's and the function's limits."""
+    """Tokens and places that the call takes from the limits of the tenant and the function."""
     meter: Meter
     request_id: str = ""
-    """Value of `x-request-id`."""
+    """Value of the header `x-request-id`."""
     choices: int = 1
     """Number of choices per prompt."""
     echo: list[Echo] = []
@@ -104,7 +104,7 @@ class InputProcessor:
     """Timeout of a call that states no `timeout`."""
     max_timeout: float
     count_usage: Callable[[str, str, str, UsageCounts], None]
-    """Called with tenant, function, version and the usage of each completed call."""
+    """Function that is called for each completed call, with tenant, function, version and usage."""
 
     async def prepare(
         self,
@@ -177,9 +177,9 @@ class InputProcessor:
         return RenderedConversation(text)
 
     async def served_context(self) -> int:
-        """Returns the longest context, in tokens of prompt and output, of the nodes that serve now.
+        """Returns the longest context of the nodes that serve now: tokens of prompt and output together.
 
-        Without such a node it is the base model's own context, and routing then refuses the call as retryable.
+        If no node serves, returns the base model's own context; routing then refuses the call with a retryable error.
         """
         longest = (await self.cluster.table()).serving(self.base.fingerprint).longest
         # A starting node reports no context yet; its 0 must not refuse calls.
@@ -198,7 +198,7 @@ class InputProcessor:
         return name, (qualifier or ":") if colon else None
 
     async def policy_of(self, tenant: str, model: str) -> Policy:
-        """Returns the policy of the function that `model` names; an empty one for the base model.
+        """Returns the policy of the function that `model` names; an empty policy for the base model.
 
         Raises NotFound if the tenant has no such function.
         """
@@ -292,7 +292,8 @@ def background_request(request_id: str, path: str = "", body: bytes = b"") -> Re
 
 
 def _opaque(target: Target) -> str:
-    """Returns a hash of the function's name, by which nodes group calls of one function; empty for the base model."""
+    """Returns a hash of the function's name, by which nodes group the calls of one function. Returns an empty string
+    for the base model."""
     return "" if target.adapter is None else hashlib.blake2b(target.function.encode(), digest_size=8).hexdigest()
 
 

@@ -40,7 +40,7 @@ class Router:
     explanations: Explanations = field(default_factory=Explanations)
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     queued: QueueShares = field(default_factory=QueueShares)
-    """Requests that are placed on a node but have not started there."""
+    """Counts, by tenant, of the requests that are placed on a node but have not started there."""
 
     async def route(
         self,
@@ -56,9 +56,9 @@ class Router:
         """Reserves a place on a node that is not excluded, logs the decision, and returns the place. Raises
         ServiceError.
 
-        `generated`: number of tokens from earlier nodes; None before the first one. `received`: monotonic seconds from
-        which the TTFT target counts. `displaces`: the request may take another's place in a full queue.
-        `counts_refusal`: a refusal by full queues counts as unmet demand of the pools.
+        `generated`: number of tokens received from earlier nodes; None before the first token. `received`: monotonic
+        seconds from which the TTFT target counts. `displaces`: True if the request may take another request's place in
+        a full queue. `counts_refusal`: True if a refusal because of full queues counts as unmet demand of the pools.
         """
         nodes = await self.state.table()
         excluded |= self.breakers.blocked(nodes)
@@ -95,14 +95,14 @@ class Router:
             )
 
     def displaces(self, request: GenerateRequest) -> bool:
-        """Returns whether the request may take another's place in a full queue, by the same rule as on the node."""
+        """Returns whether the request may take another request's place in a full queue. Nodes use the same rule."""
         crowded = self.queued.tenant_to_displace(request.tenant, request.weight)
         return crowded is not None or request.slo_class == "strict" or request.reserved > 0
 
     def _refused_work(self, nodes: NodeTable, request: PlacementRequest) -> float | None:
         """Returns the node time, in seconds, that a refused request would take.
 
-        None if no node could serve it, or if the node has no measured model.
+        Returns None if no node could serve it, or if that node has no measured performance model.
         """
         rows = eligible_nodes(nodes, self.base, request, frozenset())
         return work(nodes, int(rows[0]), request) if rows.size else None

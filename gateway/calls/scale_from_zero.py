@@ -1,4 +1,4 @@
-"""Scale from zero: calls without a node wait for the first one, if an autoscaler is running that can start it.
+"""Scale from zero: if no node runs, calls wait for the first one, provided that an autoscaler runs that can start it.
 
 Without an autoscaler no node would start, so the calls are refused at once.
 """
@@ -19,16 +19,18 @@ from cluster.state import ClusterState
 AUTOSCALER = "autoscaler"
 """Name of the autoscaler's lease; its holder sets the pools' sizes."""
 LED_S, UNLED_S = 1.0, 0.1
-"""Seconds for which a check of the lease is cached, with and without an autoscaler."""
+"""Seconds for which a check of the autoscaler's lease is cached: the first value if an autoscaler holds it, the second
+if none does."""
 POLL_S = 0.05
 """Seconds between two checks for a node while calls wait."""
 RETRY_PAUSE_S = 1.0
-"""Seconds for which a waiting call pauses if the first node is full."""
+"""Seconds after which a waiting call is routed again if the first node was full."""
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
 
 
 class FirstNodeWait:
-    """Wait of calls for a first node. `seconds`: maximum wait; 0: none. `clock`: monotonic seconds."""
+    """Wait of calls until a first node has started. `seconds`: maximum wait; with 0 calls do not wait. `clock`:
+    monotonic seconds."""
 
     def __init__(
         self, state: ClusterState, leases: Leases, base: str, seconds: float, clock: Callable[[], float]
@@ -40,11 +42,12 @@ class FirstNodeWait:
         self._waiting: asyncio.Task[None] | None = None
         self._waiting_calls = 0
         self._since: float | None = None
-        """Start of the current wait for a first node. Pauses between calls of up to MAX_RETRY_S do not end it."""
+        """Time at which the current wait for a first node began; None once a node was ready. A pause of up to
+        MAX_RETRY_S between two calls does not end the wait."""
         self._last_ended_at = -math.inf
         """Time at which the latest call's wait ended."""
         self._last_wait: float | None = None
-        """Seconds for which calls last waited until a first node was ready."""
+        """Duration, in seconds, of the previous wait that ended with a ready node; None before the first one."""
 
     async def should_wait(self, without: Collection[str] = ()) -> bool:
         """Returns whether a call that no node can take now should wait for a node.
@@ -79,8 +82,8 @@ class FirstNodeWait:
     def timeout_error(self) -> ServiceError:
         """Returns the error for a call that waited for the maximum time.
 
-        Its Retry-After is the duration of the previous start of a first node, less what has passed. If that is over, it
-        is as much time as has passed.
+        Its Retry-After is the time that remains if the node starts as fast as the previous first node did. If more time
+        than that has already passed, Retry-After is the time that has passed.
         """
         passed = 0.0 if self._since is None else self._clock() - self._since
         expected = passed if self._last_wait is None or self._last_wait <= passed else self._last_wait - passed

@@ -1,7 +1,7 @@
 """Helper process that renders functions' own chat templates, started by gateway.calls.chat_templates.
 
 Templates are tenants' programs: a few characters can take much memory and time. They run here in a process of low
-priority, one conversation at a time, which is killed when it needs too much.
+priority, one conversation at a time. The process is killed when it needs too much memory or time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
 class Rendered(msgspec.Struct, frozen=True, tag=True):
     text: str
     last: bool
-    """True if the process uses so much memory that it should be replaced."""
+    """True if the process uses so much memory that it should be replaced after this answer."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

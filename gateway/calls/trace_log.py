@@ -10,7 +10,7 @@ import msgspec
 from cluster.messages import Done, GenerateRequest
 
 CALL = "call ended"
-"""Message of the log line."""
+"""Text by which the log line of a call is recognized."""
 
 log = logging.getLogger("gateway.calls")
 
@@ -20,7 +20,7 @@ class Call(msgspec.Struct, frozen=True):
     """Unix time of receipt."""
     tenant: str
     digest: str
-    """Digest of the adapter version; empty for the base alone."""
+    """Digest of the adapter version; empty for the base model alone."""
     rank: int
     bytes: int
     prompt_tokens: int

@@ -13,7 +13,8 @@ DOCS = "docs/guide/invoke.md#what-other-services-have"
 
 
 class Unsupported(NamedTuple):
-    """Unsupported field. `neutral`: values without an effect. `instead`: the nearest supported alternative."""
+    """Unsupported field of a request. `neutral`: values that have no effect, which are accepted. `instead`: the nearest
+    supported alternative."""
 
     neutral: tuple[Any, ...]
     instead: str

@@ -19,7 +19,8 @@ V = TypeVar("V")
 
 
 KEPT_SECONDS = 600.0
-"""Seconds after loading for which an answer can be confirmed. An answer in use is reloaded after half of that.
+"""Seconds after loading for which an answer can be confirmed as current. An answer in use is reloaded after half of
+that.
 
 This covers gateways of earlier releases, which write to the registry without marks (adapters.epoch).
 """
@@ -45,11 +46,11 @@ class GraceCache(Generic[K, V]):
     limit: int = MAX_KNOWN
     patience: float = PATIENCE
     confirmed: Callable[[K], float] = lambda _: float("-inf")
-    """Returns the time, by `clock`, at which a cached answer was last known to be current."""
+    """Function that returns the time, by `clock`, at which the answer for a key was last known to be current."""
     _cached: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
     _loading: dict[K, asyncio.Task[V]] = field(default_factory=dict, init=False)
     _patience_ends: dict[K, float] = field(default_factory=dict, init=False)
-    """End of the wait for each load in progress (event loop clock)."""
+    """Time, by the event loop's clock, until which callers wait for each load in progress."""
 
     async def get(self, key: K) -> V:
         """Returns the answer for a key, cached or loaded.
@@ -80,7 +81,7 @@ class GraceCache(Generic[K, V]):
             del self._loading[key], self._patience_ends[key]
 
     def _age(self, key: K, asked_at: float) -> float:
-        """Returns the seconds since an answer that was requested at `asked_at` was last known to be valid."""
+        """Returns the seconds since the key's answer, requested at `asked_at`, was last known to be current."""
         now = self.clock()
         return now - (max(asked_at, self.confirmed(key)) if now - asked_at < KEPT_SECONDS else asked_at)
 

@@ -30,7 +30,8 @@ MAX_KEY_TEXT = 512
 MAX_NAMES = 50_000
 """Maximum tenants whose names are remembered."""
 REFUSAL_SECONDS = 0.05
-"""Refusals of keys take a multiple of this time (seconds), so that timing does not show whether the tenant exists."""
+"""Time unit, in seconds, of refusals of keys: each takes a multiple of it. So the duration does not show whether the
+tenant exists."""
 
 
 class Callers:
@@ -54,7 +55,7 @@ class Callers:
             grace=config.grace_seconds,
             confirmed=lambda tenant: confirmed(ADMIN_KEY if tenant is None else tenant_key(tenant)),
         )
-        """Owners of keys, by tenant; administrators under None."""
+        """Cached owners of keys, by tenant. The key None stands for all administrators."""
         self._names: set[str | None] = set()
         """Tenants that probably exist. Their records are read even before their first call."""
 
@@ -117,7 +118,7 @@ class Callers:
     async def is_valid(self, tenant: str | None, key_id: str) -> bool:
         """Returns whether a key exists and is not revoked. Raises StoreUnavailable.
 
-        `tenant`: owner of the key; None: administrators.
+        `tenant`: owner of the key; None for an administrator's key.
         """
         try:
             return (await self._owners.get(tenant)).has_id(key_id)
@@ -134,7 +135,7 @@ class Callers:
             self._names.add(tenant)
 
     def forget_all(self) -> None:
-        """Forgets all callers, after changes of unknown records."""
+        """Forgets all cached callers, after it is unknown which records have changed."""
         self._owners.forget_where(lambda _: True)
 
     async def admin(self, request: Request) -> None:
@@ -143,7 +144,8 @@ class Callers:
             raise ServiceError("forbidden", "this route needs an admin key")
 
     async def _is_known(self, text: str, claim: Principal) -> bool:
-        """Returns whether the key is valid by the cached record of its owner; False without a record."""
+        """Returns whether the key is valid according to its owner's cached record. Returns False if no record is
+        cached."""
         if claim.tenant is not None and claim.tenant not in self._names:
             return False
         try:
@@ -153,8 +155,8 @@ class Callers:
             return False
 
     async def _look_up(self, text: str, claim: Principal) -> None:
-        """Verifies a key that the cache does not contain. Raises ServiceError, the same whether or not the owner
-        exists."""
+        """Verifies, in the registry, a key that the cache does not contain. Raises ServiceError. The error does not
+        show whether the owner exists."""
         with self._lookups.one():
             if await self._threads.read(self._tenants.verify, text) is None:
                 raise _invalid_key()
@@ -167,7 +169,8 @@ class Callers:
 
 
 class _Owner:
-    """Owner of keys. All administrators together are one owner without a name, of which only the keys are used."""
+    """Owner of keys: a tenant, or all administrators together. The owner of the administrators' keys has no name, and
+    only its keys are used."""
 
     __slots__ = ("_keys", "record")
 
@@ -200,7 +203,8 @@ def _invalid_key() -> ServiceError:
 
 
 def _check_local(request: Request, bound_host: str) -> None:
-    """Lets only local addresses and pages call: without keys, any web page in a browser on this host could.
+    """Admits only requests to local addresses and from local pages. Without keys, any web page in a browser on this
+    host could otherwise call.
 
     Raises ServiceError `forbidden` for requests that a page of another site can make a browser send. Except for plain
     reads, browsers name the page's site in `Origin`, and they do not let pages read the replies to those. If a site's

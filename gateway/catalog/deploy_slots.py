@@ -37,7 +37,7 @@ class DeploySlots:
     def deploy(self, tenant: str) -> Iterator[None]:
         """Holds an upload slot from the start of the upload to the reply.
 
-        Raises ServiceError `overloaded` at once if all slots, or all of the tenant's, are taken.
+        If all slots, or all slots of the tenant, are taken, it raises ServiceError `overloaded` at once.
         """
         tenant_share = self._shares.get(tenant)
         if tenant_share is not None and tenant_share.uploads >= self._tenant_uploads:

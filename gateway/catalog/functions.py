@@ -25,7 +25,7 @@ from gateway.http.errors import STORE_RETRY_AFTER
 T = TypeVar("T")
 
 Key = tuple[str, str, str]
-"""Tenant, function and qualifier (empty: none stated)."""
+"""Tenant, function and qualifier; the qualifier is empty if none is stated."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -51,9 +51,10 @@ class Functions:
         clock: Callable[[], float],
         confirmed: Callable[[str], float],
     ) -> None:
-        """`confirmed` returns the time at which a record, given by its key, was last known to be unchanged."""
+        """`confirmed` returns the time, by `clock`, at which the record with this key was last known to be
+        unchanged."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
-        """Called with each function (tenant, name) that this process has changed."""
+        """Function that is called with tenant and name of each function that this process has changed."""
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget)
@@ -68,8 +69,9 @@ class Functions:
     async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
         """Returns the target of a call. The base model's id without a qualifier means the base model.
 
-        `side`: calls with the same value stay on the same side of an alias that splits calls, while its shares do not
-        change. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact, ArtifactPending.
+        `side`: key that selects the version if an alias splits its calls. Calls with the same key get the same version
+        as long as the alias's shares do not change. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact,
+        ArtifactPending.
         """
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
@@ -96,11 +98,11 @@ class Functions:
             self.on_change(tenant, name)
 
     def forget(self, tenant: str, name: str) -> None:
-        """Forgets a function, after a change by anyone."""
+        """Forgets a cached function, after this or another process has changed it."""
         self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
     def forget_all(self) -> None:
-        """Forgets all functions, after changes of unknown records."""
+        """Forgets all cached functions, after it is unknown which records have changed."""
         self._cache.forget_where(lambda _: True)
 
     def forget_tenant(self, tenant: str) -> None:
@@ -108,7 +110,8 @@ class Functions:
         self._cache.forget_where(lambda key: key[0] == tenant)
 
     def remake(self, tenant: str, target: Target) -> ServiceError:
-        """Starts to rebuild an artifact that a node has found damaged. Returns the error for the call."""
+        """Starts to rebuild an artifact that a node has found to be damaged. Returns the error with which the call
+        ends."""
         assert target.version is not None and target.digest is not None  # nodes report damage of adapters only
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
         damage = f"the artifact of version {target.version} of function {target.function} was damaged"

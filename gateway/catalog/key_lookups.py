@@ -9,9 +9,10 @@ from cluster.errors import ServiceError
 from cluster.limits import Bucket
 
 LOOKUPS_PER_SECOND = 50
-"""Lookups per second of the whole gateway."""
+"""Maximum lookups per second in the whole gateway."""
 AT_ONCE = 4
-"""Concurrent lookups of one worker: fewer than the threads for reads, which known callers also need."""
+"""Maximum concurrent lookups of one worker. There are more threads for reads than that, so known callers are still
+served."""
 RETRY_AFTER = 1.0
 
 
@@ -23,7 +24,8 @@ class KeyLookups:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Holds a place for a lookup. Raises ServiceError `overloaded` if there is none now."""
+        """Holds one of the AT_ONCE places for a lookup as long as the context lasts. Raises ServiceError `overloaded`
+        if none is free, or if there were too many lookups in this second."""
         if self._running >= AT_ONCE or not self._bucket.take(1, self._clock()):
             message = "too many keys that are not known are being looked up; try again later"
             raise ServiceError("overloaded", message, retry_after=RETRY_AFTER)

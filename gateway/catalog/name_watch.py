@@ -1,8 +1,8 @@
 """Validity of cached records: they are valid until the registry's epoch shows that they may have changed.
 
-See adapters.epoch. An answer includes every change that was committed `cache_seconds` ago, because an epoch read since
-then contains the marks of all of them. If the epoch can't be read because the store is slow, answers are valid for
-`cache_seconds`.
+The epoch is an object with marks, each of which names a record that is being changed (adapters.epoch). An answer
+includes every change that was committed `cache_seconds` ago, because an epoch read since then contains the marks of all
+of them. If the epoch can't be read because the store is slow, answers are valid for `cache_seconds`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.background import background
 from gateway.catalog.threads import StoreThreads
 
 POLL_SHARE = 0.8
-"""Fraction of `cache_seconds` between two reads of the epoch."""
+"""Time between two reads of the epoch, as a fraction of `cache_seconds`."""
 
 log = logging.getLogger("gateway")
 
@@ -37,9 +37,9 @@ class NameWatch:
         self._seconds = seconds
         self._epoch: Epoch | None = None
         self.read_at = float("-inf")
-        """Start of the latest read, by `clock`."""
+        """Time, by `clock`, at which the latest read of the epoch began."""
         self._dirty: dict[str, float] = {}
-        """Time, by `clock`, until which each marked record may still be committed."""
+        """Time, by `clock`, until which a marked change may still be committed, by key of the record."""
         self._all_dirty_until: float | None = None
         self.on_mark: Callable[[Mark], None] = lambda _: None
         self.forget_all: Callable[[], None] = lambda: None
@@ -50,8 +50,7 @@ class NameWatch:
         return epoch, self._store.now() if self._begins_anew(epoch) else None
 
     def confirmed(self, key: str) -> float:
-        """Returns the time, by `clock`, until which no change of the record was committed since it was read or
-        forgotten.
+        """Returns the time, by `clock`, up to which a cached copy of the record is known to be current.
 
         The time is -inf while a marked change may still be committed.
         """
@@ -108,15 +107,17 @@ class NameWatch:
     def _dirty_until(self, marked: float, now: float | None) -> float:
         """Returns the time, by `clock`, until which a change marked at `marked` may still be committed.
 
-        `marked` and `now` are the store's time, `now` from a moment ago. Without `now` the mark counts as made now.
+        `marked` and `now` are times by the store's clock. `now` is None if the store's time is unknown; then the mark
+        counts as just made.
         """
         ago = 0.0 if now is None else max(0.0, now - marked)
         return self._clock() - ago + DIRTY_SECONDS
 
     def _end_dirty(self, now: float) -> None:
-        """Ends marks whose changes can't be committed any more, and forgets their records.
+        """Drops marks whose changes can't be committed any more, and forgets the records that they name. `now`: time by
+        `clock`.
 
-        Copies read until now may be from before the commit.
+        Copies of these records that were read before `now` may be from before the commit.
         """
         if self._all_dirty_until is not None and self._all_dirty_until <= now:
             self._all_dirty_until = None

@@ -14,13 +14,13 @@ from gateway.catalog.threads import LeavableThreads
 THREADS = 2
 """Number of threads; each reads, checks and writes a complete adapter."""
 MAX_WAITING = 64
-"""Maximum artifacts that are being rebuilt or wait for it. Further requests are ignored, and callers retry."""
+"""Maximum artifacts that are being rebuilt or wait to be rebuilt. Further requests are ignored, and callers retry."""
 
 log = logging.getLogger("gateway")
 
 
 class Rebuilds:
-    """Rebuilds the artifact of each digest once, however many calls request it. The registry caches failures."""
+    """Rebuilds artifacts: each digest's artifact once, however many calls request it. The registry caches failures."""
 
     def __init__(self, registry: Registry, on_rebuilt: Callable[[str, str], None]) -> None:
         """`on_rebuilt` is called with tenant and name of the function when its rebuild has ended, even if it failed."""
@@ -30,7 +30,8 @@ class Rebuilds:
         self._waiting: dict[str, asyncio.Task[None]] = {}
 
     def request(self, tenant: str, name: str, version: int, digest: str) -> None:
-        """Starts to rebuild an artifact. Does nothing if that is in progress, or if the queue is full."""
+        """Starts to rebuild an artifact. Does nothing if the artifact is already being rebuilt, or if the queue is
+        full."""
         if digest not in self._waiting and len(self._waiting) < MAX_WAITING:
             self._waiting[digest] = asyncio.ensure_future(self._make(tenant, name, version, digest))
 

@@ -25,7 +25,8 @@ RETRY_AFTER = 5.0
 
 
 def allowed_place(sources: Sources, source: str) -> S3Place:
-    """Returns the place of a source that the operator allows. Raises ServiceError `forbidden`."""
+    """Returns the bucket and prefix that a source URL names. Raises ServiceError `forbidden` if the operator does not
+    allow it."""
     try:
         return sources.place(source)
     except Forbidden as error:

@@ -14,11 +14,11 @@ from gateway.catalog.threads import LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig
 
 READ_KEY = "admin.json"
-"""Key of an object that need not exist: the store must only answer."""
+"""Key of the object that a probe reads. The object need not exist, because the store must only answer."""
 WRITE_KEY = "probes/ready"
 WRITE_BYTES = 4096
 WRITE_EVERY = 10.0
-"""Minimum seconds between two writes."""
+"""Minimum seconds between two writes by probes."""
 
 log = logging.getLogger("gateway")
 
@@ -32,7 +32,7 @@ class StoreProbe:
         clock: Callable[[], float],
         answered: Callable[[], float],
     ) -> None:
-        """`answered` returns the time, by `clock`, of the latest other request that the store answered."""
+        """`answered` returns the time, by `clock`, of the latest request that the store answered, apart from probes."""
         self._store = store
         self._reads = threads
         self._writes = LeavableThreads(1)  # separate: reads still work if writes hang

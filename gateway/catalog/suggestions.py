@@ -18,14 +18,16 @@ from adapters.store import MAX_LIST
 from gateway.catalog.threads import StoreThreads
 
 MAX_NAMES = 50_000
-"""Maximum names of one tenant that are listed; later ones in the list's order are not suggested."""
+"""Maximum names of one tenant that are listed. Names after these, in the list's order, are not suggested."""
 MAX_KEPT = 200_000
 MAX_TENANTS = 1000
-"""Maximum cached names of all tenants (MAX_KEPT), and maximum tenants. The least recently used tenant is forgotten."""
+"""Maximum cached names of all tenants together (MAX_KEPT), and maximum tenants with cached names. The least recently
+used tenant is forgotten."""
 KEPT_FACTOR = 20.0
-"""Multiple of its listing time for which a list is cached. So lists take at most a twentieth of one thread's time."""
+"""Factor by which a list of names is cached longer than listing took. So listing takes at most a twentieth of one
+thread's time."""
 PATIENCE = 0.5
-"""Seconds for which a reply waits for the list."""
+"""Seconds for which an error reply waits for the list of the tenant's names."""
 PER_SECOND = 5
 """Maximum suggestions per second for one tenant."""
 
@@ -36,7 +38,7 @@ class _Tenant:
     expires: float = 0.0
     listing: asyncio.Task[None] | None = None
     second: int = 0
-    """Second in which `suggestions` were made."""
+    """Second, by the clock, to which the count `suggestions` belongs."""
     suggestions: int = 0
 
 
@@ -108,7 +110,7 @@ class Suggestions:
             names -= len(self._tenants.popitem(last=False)[1].index)
 
     async def _exists(self, tenant: str, name: str) -> bool:
-        """Returns whether a listed name is a function, because leftovers of deleted functions are listed as well."""
+        """Returns whether a listed name belongs to a function. Leftovers of deleted functions are listed as well."""
         try:
             await self._threads.read(self._registry.function, tenant, name)
         except NotFound:

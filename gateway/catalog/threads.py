@@ -87,9 +87,10 @@ class StoreThreads:
         self._write_limiter = anyio.CapacityLimiter(writes)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the result of a read. Raises StoreUnavailable if the store or a free thread does not answer in time.
+        """Returns the result of a read.
 
-        Raises it at once while abandoned reads occupy all threads.
+        Raises StoreUnavailable if the store does not answer in time, or if no thread becomes free in time. Raises it at
+        once while abandoned reads occupy all threads.
         """
         if self._reads.abandoned >= self._reads.count:
             raise StoreUnavailable(f"{self._reads.abandoned} earlier reads of the registry still hang")

@@ -37,7 +37,7 @@ IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_KEY = 255
 """Maximum characters of an Idempotency-Key."""
 OWN_FIELDS = ("background", "stream", "on_success", "on_failure")
-"""Fields of the request that say how the call is run, not what is generated."""
+"""Fields of the request that determine how the call is run, and not what is generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,8 @@ class EventCalls:
         return await self.events.add(event)
 
     async def execute(self, event: EventRecord) -> InvokeReply:
-        """Runs the event's call once and returns its reply. Raises the errors of calls, and NotKnownHere."""
+        """Runs the event's call once and returns its reply. Raises the errors of calls. Raises NotKnownHere if the call
+        has fields of a newer release."""
         try:
             call = msgspec.convert(event.request, InvokeRequest)
         except msgspec.ValidationError:
@@ -108,7 +109,7 @@ class EventCalls:
         """Runs events of all tenants in this process for as long as the context lasts."""
 
         async def can_run() -> bool:
-            """Returns whether a node serves, or will be started for waiting calls."""
+            """Returns whether a node serves the model, or will be started for waiting calls."""
             nodes = (await self.inputs.cluster.table()).serving(self.inputs.base.fingerprint)
             return bool(nodes.rows.size) or await self.dispatcher.hold.should_wait()
 

@@ -1,4 +1,5 @@
-"""Deliveries of ended events to their destinations: at least once each, retried for a day."""
+"""Deliveries of ended events to their destinations. A delivery is made at least once, and is retried for about a day if
+it fails."""
 
 from __future__ import annotations
 
@@ -23,23 +24,24 @@ from gateway.jobs.job_store import Stored
 PolicyOf = Callable[[str, str, str | None], Awaitable[Policy]]
 """Function that returns the policy of a function, by tenant, name and qualifier. Raises StoreUnavailable."""
 PAUSES_S = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
-"""Seconds between the tries of a delivery; the last value repeats."""
+"""Seconds from each failed try of a delivery to the next; the last value repeats."""
 GIVEN_UP_S = 86400.0
 TRY_S = 2 * SEND_S
-"""Seconds for which no other worker tries, so that a slow receiver gets one message even from several gateways."""
+"""Seconds after the start of a try in which no other worker tries. So a slow receiver gets one message even from
+several gateways."""
 MAX_BODY = 256 << 10
 """Maximum bytes of a webhook. A result that exceeds it is omitted and can be fetched by the event's id."""
 MAX_DEPTH = 8
-"""Maximum length of a chain of events, so that functions that call each other stop."""
+"""Maximum length of a chain of events. It stops functions that endlessly call each other as destinations."""
 
 
 class WebhookBody(msgspec.Struct, frozen=True):
     """Body of a webhook."""
 
     type: str
-    """Type: `invocation.` and the state."""
+    """Type of the message: `invocation.` followed by the event's final state."""
     timestamp: str
-    """End of the event, in ISO 8601."""
+    """Time at which the event got its final state, in ISO 8601."""
     data: EventReply
 
 
@@ -100,7 +102,7 @@ class Deliveries:
 
 
 def message_id(event: EventRecord) -> str:
-    """Returns the message's id, which is the same for each try and changes with a redrive."""
+    """Returns the id of the event's message. It is the same for all tries, and changes if the event is redriven."""
     return f"{event.id}-{event.redriven}" if event.redriven else event.id
 
 
@@ -123,7 +125,7 @@ def _prompt(event: EventRecord) -> str:
 
 
 def _failed(event: EventRecord, tried: Delivery, error: NotDelivered, now: float) -> EventRecord:
-    """Returns the event after a failed try. `tried`: its delivery before that."""
+    """Returns the event after a failed try of its delivery. `tried`: the delivery before that try."""
     next_try = now + PAUSES_S[min(tried.attempts, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
     over = error.for_good or next_try > tried.began + GIVEN_UP_S
     return _replaced(event, problem=str(error), state="failed" if over else "pending", due=next_try)

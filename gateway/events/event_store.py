@@ -1,4 +1,4 @@
-"""Events in the object store. Methods block."""
+"""Events, which are asynchronous calls, in the object store. Methods block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENANTS_A_POLL = 200
 LONGEST_POLL_S = 3.0
 """Maximum seconds of one poll. The next poll continues after the last tenant that was read."""
 LISTED = 128
-"""Number of a tenant's markers from which a poll chooses events."""
+"""Number of a tenant's earliest markers from which a poll chooses the events that it returns."""
 EVENTS_A_TENANT = 32
 """Maximum due events of a tenant that one poll returns."""
 
@@ -35,7 +35,7 @@ class EventStore(JobStore[EventRecord]):
     """Events of all tenants of a registry."""
 
     def __init__(self, store: ObjectStore, metrics: EventMetrics | None = None) -> None:
-        """`metrics` count all changes; None: they are not exported."""
+        """`metrics` count all changes of events; None if they are not exported."""
         self.metrics = metrics or EventMetrics(CollectorRegistry())
         super().__init__(store, EventRecord, event_key, markers_of, self.metrics.record_change)
 
@@ -56,7 +56,7 @@ class EventStore(JobStore[EventRecord]):
         return True
 
     def records(self, markers: Sequence[Marker]) -> list[EventRecord]:
-        """Returns the events that need the markers; leftovers and damaged events are left out."""
+        """Returns the events to which the markers belong. Leftover markers and damaged events are skipped."""
         records = read_each(self.objects, [event_key(marker.tenant, marker.id) for marker in markers], EventRecord)
         return [
             event
@@ -65,7 +65,8 @@ class EventStore(JobStore[EventRecord]):
         ]
 
     def list_markers(self, prefix: str, after: str = "", page: int = MAX_LIST) -> Iterator[Marker]:
-        """Yields markers whose keys begin with `prefix` and are greater than `after`; `page` of them per request."""
+        """Yields markers whose keys begin with `prefix` and are greater than `after`. Each request to the store lists
+        `page` of them."""
         while infos := self.objects.list(prefix, after, page):
             for info in infos:
                 if (marker := parse_marker(info.key, info.modified)) is not None:
@@ -84,7 +85,8 @@ class EventStore(JobStore[EventRecord]):
                 return
 
     def poll(self, index: str, after: str, now: float, closed: Collection[Function] = frozenset()) -> PollResult:
-        """Returns due events of an index, starting after the tenant `after`, without those of `closed` functions."""
+        """Returns the due events of an index, from the first tenant after `after` on. Events of `closed` functions are
+        left out. `now`: Unix time by the store's clock."""
         by_tenant: dict[str, list[Marker]] = {}
         next_in, until = inf, monotonic() + LONGEST_POLL_S
         tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
@@ -102,14 +104,14 @@ class EventStore(JobStore[EventRecord]):
         return PollResult(by_tenant, next_in, next_after)
 
     def beat(self, worker: str, count: int) -> None:
-        """Renews the worker's lease on the events that it runs."""
+        """Renews the worker's lease on the events that it runs. `count`: number of these events."""
         self.objects.put(f"{WORKERS}{worker}", str(count).encode())
 
     def retire(self, worker: str) -> None:
         self.objects.delete(f"{WORKERS}{worker}")
 
     def workers(self) -> dict[str, float]:
-        """Returns the last heartbeat of each worker (store clock)."""
+        """Returns the time of each worker's last heartbeat, in Unix time by the store's clock."""
         return {info.key.removeprefix(WORKERS): info.modified for info in all_objects(self.objects, WORKERS)}
 
     def _remove_leftover(self, marker: Marker) -> None:

@@ -1,4 +1,4 @@
-"""Tenants' asynchronous calls: added, read, listed, cancelled and redriven. `Worker` runs them."""
+"""Tenants' asynchronous calls (events). `Events` adds, reads, lists, cancels and redrives them; `Worker` runs them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from gateway.workers.channel import Channel
 MAX_QUEUED = 10_000
 """Maximum queued events of one tenant; further calls get status 429."""
 COUNTED_FOR_S = 5.0
-"""Seconds for which a count of a tenant's queue is cached; this worker's new events are added to it."""
+"""Seconds for which the number of a tenant's queued events is cached. Meanwhile this worker adds its own new events to
+it."""
 MAX_COUNTS = 10_000
 """Maximum tenants with cached counts."""
 FULL_RETRY_AFTER_S = 10.0
 SCANNED = 5000
-"""Maximum markers that one page of a list reads to find those of a function."""
+"""Maximum markers that are read for one page of a list in order to find those of one function."""
 MAX_REDRIVEN = 500
 """Maximum dead letters that one call redrives."""
 SEARCH_S = 10.0
 """Time limit, in seconds, of the search for one function's dead letters."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
-"""Maximum attempts at a change that loses to other processes."""
+"""Maximum attempts at one change of an event. An attempt fails if another process changes the event first."""
 
 
 class EventQueued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
@@ -55,7 +56,7 @@ def make_channel(link: RedisLink | None) -> Channel[EventQueued]:
 class Page(NamedTuple):
     events: list[EventRecord]
     after: str | None
-    """Start of the next page; None: this is the last one."""
+    """Position at which the next page begins; None on the last page."""
 
 
 class _Count(NamedTuple):
@@ -64,7 +65,8 @@ class _Count(NamedTuple):
 
 
 class Events:
-    """Asynchronous calls of all tenants. `max_queued` bounds each tenant's queue, as seen by each worker."""
+    """Asynchronous calls of all tenants. `max_queued`: maximum queued events of a tenant, as each worker counts
+    them."""
 
     def __init__(
         self, store: EventStore, threads: StoreThreads, channel: Channel[EventQueued], max_queued: int = MAX_QUEUED
@@ -73,9 +75,9 @@ class Events:
         self.threads = threads
         self.clock = StoreClock(store.objects, threads, monotonic)
         self.wakes: list[asyncio.Event] = []
-        """Events that are set when there may be an event to run or a delivery to try."""
+        """`asyncio.Event`s of the pollers, which are set when there may be an event to run or a delivery to try."""
         self.on_cancel: Callable[[str], None] = lambda _: None
-        """Called with the id of each event that is cancelled here."""
+        """Function that is called with the id of each event that is cancelled in this process."""
         self._channel = channel
         self._channel.on_message = lambda _: self.wake()
         self._max_queued = max_queued
@@ -212,7 +214,8 @@ class Events:
 
 
 def _position(first: str, name: str, states: tuple[State, ...]) -> int:
-    """Returns the index in `states` at which a page begins. Raises ServiceError for an invalid `after`."""
+    """Returns the index in `states` of the state with which a page begins. Raises ServiceError for an invalid
+    `after`."""
     if not first and not name:
         return 0
     if first not in states or not _NAME.fullmatch(name):

@@ -1,4 +1,5 @@
-"""Jobs of the leader for events: requeue those of dead workers, remove old ones, count all."""
+"""Jobs of the leader for events. They queue the events of dead workers again, remove old events, and count all
+events."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from gateway.leader.tick import Job, Tick
 
 KEPT_S = 24 * 3600.0
 DEAD_KEPT_S = 7 * 24 * 3600.0
-"""Retention of dead letters in seconds. It is longer, because an operator may have to fix the cause first."""
+"""Retention of dead letters in seconds. It is longer than that of other ended events, because an operator may have to
+fix the cause first."""
 WORKER_S = 60.0
 """Duration, in seconds, of a worker's lease on its events; heartbeats are far more frequent."""
 FORGOTTEN_S = 3600.0
@@ -27,7 +29,7 @@ COUNT_PAUSE_S = 30.0
 COUNTED = ("queued", "running", *DEAD, DELIVERING)
 """Indexes that are counted for /metrics."""
 MAX_COUNTED = 50_000
-"""Maximum count of one index, because a store lists only 1,000 markers per request."""
+"""Number of markers in one index at which counting stops, because a store lists only 1,000 markers per request."""
 
 
 def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
@@ -68,7 +70,7 @@ def count_events(store: EventStore, tick: Tick) -> None:
 
 
 def release_lost(store: EventStore, tick: Tick) -> None:
-    """Releases the events of workers without a heartbeat for WORKER_S. Raises TickEnded, StoreUnavailable."""
+    """Releases the events of workers that have sent no heartbeat for WORKER_S. Raises TickEnded, StoreUnavailable."""
     now, workers = store.objects.now(), store.workers()
     alive = {worker for worker, last in workers.items() if now - last < WORKER_S}
     release(store, lambda holder, _: holder not in alive, tick)
@@ -81,7 +83,7 @@ def release_lost(store: EventStore, tick: Tick) -> None:
 def release(store: EventStore, is_lost: Callable[[str, str], bool], tick: Tick | None = None) -> None:
     """Queues lost running events again, or fails those that may not be run again. Raises TickEnded, StoreUnavailable.
 
-    `is_lost` gets an event's holder and id. `tick` is checked before each change and counts the changes.
+    `is_lost` gets an event's holder and id. `tick` is checked before each change, and its `work` counts the changes.
     """
     now = store.objects.now()
     for tenant in store.tenants("running"):
@@ -118,6 +120,7 @@ def kept_seconds(state: State) -> float:
 
 
 def _remove(store: EventStore, stored: Stored[EventRecord]) -> bool:
-    """Removes an event. Returns False if its delivery is pending, or if it was changed meanwhile."""
+    """Removes an event, and returns True. Returns False if its delivery is pending, or if another process has changed
+    it."""
     delivery = stored.record.delivery
     return (delivery is None or delivery.state != "pending") and store.remove(stored)

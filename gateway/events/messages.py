@@ -14,22 +14,22 @@ from gateway.events.records import EventError, EventRecord, State
 class AttemptItem(msgspec.Struct, frozen=True):
     started: float
     ended: float | None
-    """End; null while it runs."""
+    """Time at which the attempt ended; null while it runs."""
     error: EventError | None
 
 
 class DeliveryItem(msgspec.Struct, frozen=True):
-    """Delivery to the destination."""
+    """Delivery of an ended call to its destination."""
 
     to: Destination
     state: str
-    """State: pending, delivered or failed."""
+    """State of the delivery: `pending`, `delivered` or `failed`."""
     attempts: int
     problem: str | None
 
 
 class EventItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Asynchronous call in a list. Times are Unix time by the registry's clock."""
+    """Asynchronous call, without its result. Times are Unix time by the registry's clock."""
 
     id: str
     function: str
@@ -45,14 +45,14 @@ class EventItem(msgspec.Struct, frozen=True, kw_only=True):
     """Attempts, at most `retries` + 1."""
     retries: int
     error: EventError | None
-    """Error of the call; while it is queued, that of the last attempt."""
+    """Error of the call. While the call is queued, it is the error of the last attempt."""
 
 
 class EventReply(EventItem, frozen=True, kw_only=True):
     result: InvokeReply | None
-    """Reply of the call; only if it succeeded."""
+    """Reply of the call; null unless the call succeeded."""
     delivery: DeliveryItem | None
-    """Delivery; null without a destination."""
+    """Delivery to the call's destination; null if it has none."""
 
 
 Item = TypeVar("Item", bound=EventItem)
@@ -61,13 +61,13 @@ Item = TypeVar("Item", bound=EventItem)
 class EventList(msgspec.Struct, frozen=True):
     invocations: list[EventItem]
     next: str | None
-    """Parameter `after` of the next page; null: this is the last one."""
+    """Value of the parameter `after` for the next page; null on the last page."""
 
 
 class RedriveReply(msgspec.Struct, frozen=True):
     redriven: int
     more: bool
-    """True if there may be more: call again."""
+    """True if there may be more dead letters. In that case the client calls again."""
 
 
 def item_of(event: EventRecord) -> EventItem:

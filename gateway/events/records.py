@@ -22,7 +22,7 @@ from gateway.jobs.job_store import JobRecord, Marker
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 LISTED_STATES: tuple[State, ...] = ("running", "queued", "failed", "expired", "succeeded", "cancelled")
-"""States in the order in which lists show them."""
+"""States in the order in which a list of events shows them."""
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled", "expired")
 DEAD: tuple[State, ...] = ("failed", "expired")
 """States of dead letters."""
@@ -36,14 +36,14 @@ _END_OF_TIME_MS = 10**14
 
 
 class EventError(msgspec.Struct, frozen=True):
-    """Error of an attempt or an event; `type` as in error replies."""
+    """Error of an attempt or an event. `type` has the values that it has in error replies."""
 
     type: str
     message: str
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Execution of an event. It is stored before it starts."""
+    """Attempt to run an event. It is stored before it starts."""
 
     started: float
     ended: float | None = None
@@ -51,14 +51,14 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Delivery to the destination."""
+    """Delivery of an ended event to its destination."""
 
     to: Destination
     state: Literal["pending", "delivered", "failed"] = "pending"
     attempts: int = 0
     began: float = 0.0
     due: float = 0.0
-    """Time of the next try (Unix time)."""
+    """Unix time of the next try."""
     nonce: str = NOBODY
     problem: str | None = None
     """Reason why the last try failed."""
@@ -82,10 +82,10 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     due: float = 0.0
     """Earliest start of a queued event."""
     changed: float
-    """Time of the change to this state."""
+    """Time at which the event got its current state."""
     nonce: str
     holder: str = NOBODY
-    """Name of the worker that runs it; NOBODY: none."""
+    """Name of the worker that runs the event; NOBODY if none does."""
     attempts: tuple[Attempt, ...] = ()
     """Attempts since the event was accepted or last redriven."""
     result: InvokeReply | None = None
@@ -94,14 +94,14 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     on_failure: Destination | None = None
     delivery: Delivery | None = None
     depth: int = 0
-    """Number of events before it in a chain of destinations."""
+    """Number of events before this one in a chain, in which each event calls the next as its destination."""
     redriven: int = 0
     removed: bool = False
-    """True while it is being removed."""
+    """True while the event is being removed."""
 
     @property
     def ended(self) -> float | None:
-        """Returns the time of the event's end; None before that."""
+        """Returns the time at which the event ended; None before its end."""
         return self.changed if self.state in ENDED else None
 
 
@@ -110,7 +110,8 @@ def folder(index: str, tenant: str) -> str:
 
 
 def ended_before(index: str, tenant: str, time: float) -> str:
-    """Returns a key such that all markers listed after it are of events that ended before `time`."""
+    """Returns a key with this property: all markers of the tenant that are listed after it belong to events that ended
+    before `time`."""
     return f"{folder(index, tenant)}{_END_OF_TIME_MS - round(time * 1000):014d}-"
 
 

@@ -25,7 +25,7 @@ from gateway.events.records import (
 RETRIED = frozenset({"node_failed", "overloaded", "unavailable", "timeout"})
 """Errors after which the same call may succeed: a node was lost, there was no room, or no token came in time."""
 POSTPONED = frozenset({"rate_limited"})
-"""Errors of the tenant's own limits. Nothing ran, so they do not count as attempts."""
+"""Errors of calls that the tenant's own limits refused. Nothing ran, so these calls do not count as attempts."""
 REFUSED = frozenset({"rate_limited", "overloaded", "unavailable"})
 """Errors with which other calls of the function would fail as well."""
 FIRST_PAUSE_S = 2.0
@@ -61,7 +61,8 @@ def succeeded(event: EventRecord, result: InvokeReply, now: float) -> EventRecor
 
 
 def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
-    """Returns the running event after a failed attempt: queued again if that may help, else a dead letter."""
+    """Returns the event after its running attempt failed. It is queued again if another attempt may succeed, else it is
+    a dead letter."""
     event_error = EventError(error.type, error.message)
     if error.type in POSTPONED:
         return postponed(event, error, now)
@@ -71,9 +72,10 @@ def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
 
 
 def postponed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
-    """Returns the running event queued again after a pause, without its last attempt, because nothing ran.
+    """Returns the running event as queued again, to start after a pause. Its last attempt is removed, because nothing
+    ran.
 
-    The event's deadline limits how often that happens.
+    The event's deadline limits how often this happens.
     """
     event_error = EventError(error.type, error.message)
     taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=event_error)
@@ -81,7 +83,8 @@ def postponed(event: EventRecord, error: ServiceError, now: float) -> EventRecor
 
 
 def retried(event: EventRecord, error: EventError, now: float, pause: float) -> EventRecord:
-    """Returns the running event queued again after a pause (seconds), or failed if that was its last attempt."""
+    """Returns the running event as queued again, to start after `pause` seconds. If this was its last attempt, the
+    event is failed instead."""
     ended = _attempt_ended(event, now, error)
     if len(event.attempts) > event.retries:
         return _ended(ended, "failed", now, error=error)
@@ -89,7 +92,7 @@ def retried(event: EventRecord, error: EventError, now: float, pause: float) -> 
 
 
 def expired(event: EventRecord, now: float) -> EventRecord:
-    """Returns the event as expired; its error is that of its last attempt, if it had one."""
+    """Returns the event as expired. Its error is the error of its last attempt, if it had an attempt."""
     last = next((attempt.error for attempt in reversed(event.attempts) if attempt.error), event.error)
     return _ended(event, "expired", now, error=last or TOO_OLD)
 
@@ -101,13 +104,14 @@ def cancelled(event: EventRecord, now: float) -> EventRecord:
 
 
 def redriven(event: EventRecord, now: float) -> EventRecord:
-    """Returns a dead letter queued like a new event."""
+    """Returns a dead letter as queued again, like a new event."""
     fresh: dict[str, Any] = {"attempts": (), "error": None, "delivery": None, "redriven": event.redriven + 1}
     return _requeued(msgspec.structs.replace(event, deadline=now + event.max_age, **fresh), now, now)
 
 
 def _pause(attempts: int, at_least: float | None) -> float:
-    """Returns a pause (seconds): doubled with each attempt, and random in its upper half so that events spread."""
+    """Returns the seconds to pause before the next attempt. They double with each attempt, and are random in the upper
+    half so that retries spread."""
     bound = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(attempts - 1, 0))
     return max(at_least or 0.0, 0.0) + random.uniform(bound / 2, bound)
 

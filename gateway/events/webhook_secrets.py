@@ -1,4 +1,4 @@
-"""Tenants' webhook secrets. Two may be valid, so that receivers can change from one to the other."""
+"""Tenants' webhook secrets. Two may be valid at once, so that receivers can change from the old one to the new one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class WebhookSecret(msgspec.Struct, frozen=True):
 
 
 class WebhookSecrets(msgspec.Struct, frozen=True):
-    """Content of tenants/<tenant>/webhook_secrets.json: a separate record, so that no reply about a tenant shows it."""
+    """Content of tenants/<tenant>/webhook_secrets.json. This is a separate record, so that no reply about a tenant
+    shows the secrets."""
 
     secrets: tuple[WebhookSecret, ...] = ()
 
@@ -42,7 +43,8 @@ def list_secrets(tenants: Tenants, tenant: str) -> tuple[WebhookSecret, ...]:
 
 
 def add_secret(tenants: Tenants, tenant: str) -> WebhookSecret:
-    """Creates a secret. Raises NotFound without the tenant, Conflict if two are valid already."""
+    """Creates a secret and returns it. Raises NotFound if the tenant does not exist, Conflict if two secrets are valid
+    already."""
     tenants.get(tenant)
     text = base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
     new = WebhookSecret(secrets.token_hex(8), f"whsec_{text}", tenants.store.now())

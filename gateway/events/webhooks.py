@@ -1,4 +1,5 @@
-"""Sends webhooks as defined by Standard Webhooks: signed, limited in size and time, without redirects."""
+"""Sends webhooks in the format of the Standard Webhooks specification. Webhooks are signed, limited in size and time,
+and follow no redirects."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_ADDRESSES = 8
 
 
 class NotDelivered(Exception):
-    """A try has failed; its owner may read the text. `for_good`: no later try can succeed."""
+    """A try of a delivery has failed. The event's owner may read the text. `for_good`: True if no later try can
+    succeed."""
 
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(why)
@@ -83,13 +85,13 @@ def signed(message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> di
 
 
 def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
-    """Returns a session for one webhook: allowed hosts differ by tenant, so no connection is kept."""
+    """Returns a session for one webhook. Allowed hosts differ by tenant, so connections are not reused."""
     connector = aiohttp.TCPConnector(resolver=CheckedResolver(allowed), use_dns_cache=False, force_close=True)
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolver that returns only allowed addresses, to which the connection is made."""
+    """Resolver that returns only allowed addresses. The connection is made to these, so the check can't be bypassed."""
 
     def __init__(self, allowed: WebhookHosts) -> None:
         self._allowed = allowed
@@ -97,7 +99,7 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Resolves a host. Raises NotAllowed if any of its addresses is not allowed, OSError."""
+        """Returns the addresses of a host. Raises NotAllowed if any of them is not allowed, and OSError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(RESOLVE_S):
             infos = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)

@@ -30,9 +30,10 @@ IDLE_S = 5.0
 """Seconds between two polls while the worker is idle. Without Redis, this delays events from other hosts."""
 BEAT_S = 10.0
 STOP_S = 10.0
-"""Seconds for which events may continue when the worker stops; then they are queued again."""
+"""Seconds for which running events may continue while the worker stops. Events that run longer are queued again."""
 SAVED_WITHIN_S = 300.0
-"""Seconds for which storing an outcome is tried. After that the event is run again, like that of a lost worker."""
+"""Seconds for which storing an outcome is tried. If that fails, the event is run again, like an event of a lost
+worker."""
 AGAIN_S = 1.0
 
 Execute = Callable[[EventRecord], Awaitable[InvokeReply]]
@@ -103,9 +104,9 @@ class Worker:
             await asyncio.sleep(BEAT_S)
 
     def _lost_here(self, holder: str, event_id: str) -> bool:
-        """Returns whether this worker has claimed the event and does not run it.
+        """Returns whether this worker holds the event but does not run it.
 
-        That happens if the store fails during the claim, or for too long at the event's end.
+        That happens if the store fails during the claim, or fails for too long when the event ends.
         """
         return holder == self.name and event_id not in self._runs.active
 
@@ -143,7 +144,7 @@ class Worker:
         return refused_for
 
     async def _outcome(self, claim: Stored[EventRecord]) -> tuple[EventRecord, float | None]:
-        """Returns the event after its execution, and the result of `_run`."""
+        """Returns the event after its execution, and the value that `_run` returns."""
         task = asyncio.ensure_future(self._execute(claim.record))
         self._executions[claim.record.id] = claim, task
         try:
@@ -168,7 +169,8 @@ class Worker:
         return failed(claim.record, service_error, now), refused_for
 
     async def _now(self, claim: Stored[EventRecord]) -> float:
-        """Returns the store's time; the claim's if the store fails, so that the outcome is not lost."""
+        """Returns Unix time by the store's clock. If the store fails, returns the time of the claim, so that the
+        outcome is not lost."""
         try:
             return await self._events.clock.now()
         except StoreUnavailable:
@@ -190,7 +192,8 @@ class Worker:
 def event_poller(
     events: Events, index: str, handle: Callable[[Stored[EventRecord]], Awaitable[float | None]], *, at_once: int
 ) -> Poller[EventRecord]:
-    """Returns a poller of an index. `events` wakes it."""
+    """Returns a poller of the events in `index`. `events` wakes the poller when an event may be due. `handle` and
+    `at_once`: as in Poller."""
 
     async def poll(after: str, closed: Collection[Function]) -> PollResult:
         return await events.threads.read(events.store.poll, index, after, await events.clock.now(), closed)

@@ -62,7 +62,8 @@ async def read_body(request: Request, limit: int, seconds: float, idle_seconds: 
 
 
 async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
-    """Returns the JSON body of a call, within the limits for calls. A body without a content type is taken for JSON.
+    """Returns the bytes of a call's JSON body, which must keep the limits for calls. A body without a content type is
+    taken for JSON.
 
     Raises ServiceError, also for another content type.
     """
@@ -105,7 +106,8 @@ def convert(value: Any, kind: type[T]) -> T:
 
 
 def field_of(message: str) -> str | None:
-    """Returns the path of the field in a msgspec error, such as `messages[0].role`; None if it names none."""
+    """Returns the path of the field that a msgspec error names, such as `messages[0].role`; None if the error names no
+    field."""
     path = _PATH.search(message)
     unknown = _UNKNOWN.search(message)
     parts = [path.group(1) if path else "", next(filter(None, unknown.groups()), "") if unknown else ""]
@@ -113,7 +115,8 @@ def field_of(message: str) -> str | None:
 
 
 def _meant_field(message: str, kind: Any) -> str:
-    """Returns a suggestion for an unknown field in a msgspec error: the similar known field. Empty if there is none."""
+    """Returns text that suggests a known field if a msgspec error names a similar unknown one; otherwise an empty
+    string."""
     unknown = _UNKNOWN.search(message)
     if unknown is None or unknown.group(1) is None:
         return ""

@@ -17,10 +17,12 @@ from gateway.workers.metrics import Metrics
 
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 UNCOUNTED = ("/healthz", "/health", "/readyz", "/cluster/record")
-"""Paths that are served even if the gateway is full. Otherwise it would look dead, or would lose its nodes' records."""
+"""Paths that are served even if the gateway has reached its limit of concurrent requests. Otherwise it would look dead,
+or would lose its nodes' records."""
 SCALING = ("/pools", "/pools/autoscaler")
 SCALING_ROOM = 16
-"""Requests to SCALING paths allowed beyond the limit, so that an autoscaler can see a gateway full of waiting calls."""
+"""Number of requests to SCALING paths that are served beyond the limit. They let an autoscaler see that the gateway is
+full of waiting calls."""
 
 log = logging.getLogger("gateway")
 

@@ -34,7 +34,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 
 @contextmanager
 def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
-    """Cancels the block when `by` has a result, and raises that result. The block stays in its task."""
+    """Cancels the `with` block when `by` gets a result, and raises that result. The block runs in its caller's task."""
     task = asyncio.current_task()
     assert task is not None
     other_cancels, cut, is_over = task.cancelling(), False, False

@@ -15,8 +15,8 @@ STORE_RETRY_AFTER = 2.0
 INSPECTION_RETRY_AFTER = 5.0
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
-"""Maximum characters of an error's `param` and message in a reply. Both may repeat the request, which may have a
-megabyte."""
+"""Maximum characters of an error's `param` and message in a reply. Both may quote the request, which may be a megabyte
+long."""
 
 AS_THEY_SAY: dict[type[Exception], tuple[str, float | None]] = {
     adapter_errors.NotFound: ("not_found", None),
@@ -28,7 +28,8 @@ AS_THEY_SAY: dict[type[Exception], tuple[str, float | None]] = {
     adapter_errors.CorruptFunction: ("internal", None),
     adapter_errors.CorruptArtifact: ("internal", None),
 }
-"""Errors of the registry whose message is shown to the caller: error type, and seconds of Retry-After."""
+"""Errors of the registry whose message is shown to the caller. Values are the error's type in the reply, and
+Retry-After in seconds."""
 
 
 class ClientGone(Exception):
@@ -107,7 +108,7 @@ def openai_body(error: ServiceError, request_id: str) -> dict[str, Any]:
 
 
 def openai_status(error: ServiceError) -> int:
-    """Returns the status for OpenAI's clients, which expect 400 for any invalid content."""
+    """Returns the HTTP status for OpenAI's clients, which expect 400 for any invalid content."""
     return 400 if error.type == "validation_failed" else error.status
 
 

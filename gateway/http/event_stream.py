@@ -1,4 +1,4 @@
-"""Server-sent events: headers are sent with the first token, keep-alives during pauses, errors inside an open
+"""Server-sent events. Headers are sent with the first token, keep-alives during pauses, and errors as events of an open
 stream."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HEADERS = {
 }
 COMMENT = b": keep-alive\n\n"
 BLANK_LINE = b"\n"
-"""Keep-alive without a comment. `vllm bench serve` strips its input, so it joins a comment to the next event and loses
-both."""
+"""Keep-alive of streams: a blank line instead of a comment. `vllm bench serve` strips its input, so it would join a
+comment to the next event and lose both."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,7 +42,7 @@ def sse(data: object, event: str | None = None) -> bytes:
 
 @cache
 def _head(event: str | None) -> bytes:
-    """Returns the bytes before the data of an event with this name."""
+    """Returns the bytes that precede the data of an event with this name."""
     return b"event: " + event.encode() + b"\ndata: " if event else b"data: "
 
 
@@ -89,7 +89,8 @@ class EventStream:
             await wire.put(last, more=False)
 
     async def _beat(self, wire: _Wire) -> None:
-        """Sends the headers if the first chunk is late, then keep-alives during pauses. Runs until cancelled."""
+        """Sends the headers if the first chunk is late. After that it sends keep-alives during pauses, until it is
+        cancelled."""
         deadline = time.monotonic() + self.config.header_seconds
         while True:
             if wire.is_started:

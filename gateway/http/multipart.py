@@ -35,7 +35,8 @@ log = logging.getLogger("gateway")
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Form of an upload. `large`: name of the part that is streamed. `limits`: maximum bytes of each other part."""
+    """Expected parts of an upload. `large`: name of the part that is streamed. `limits`: maximum bytes of each other
+    part, by name."""
 
     large: str
     limits: dict[str, int]
@@ -45,7 +46,7 @@ ADAPTER = Form(WEIGHTS_FILE, {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10,
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """Upload of an adapter. `weights` is a file that exists only inside `receive_upload`."""
+    """Upload of an adapter. `weights` is a file that exists only as long as the context of `receive_upload`."""
 
     config: bytes
     weights: Path
@@ -108,7 +109,7 @@ class FormParts:
 
     def __init__(self, request: Request, form: Form) -> None:
         self.filenames: dict[str, str] = {}
-        """File names of the received parts; empty where none is stated."""
+        """File names of the received parts, by name of the part. A file name is empty if none is stated."""
         self.small: dict[str, bytearray] = {}
         self.large = bytearray()
         """Received bytes of the large part; the caller removes them as it uses them."""

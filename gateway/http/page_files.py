@@ -1,4 +1,5 @@
-"""Static files of the gateway's pages: a fixed table, read once. No request's path reaches the disk."""
+"""Static files of the gateway's pages. They are a fixed table of files that is read once, so no request's path is used
+to open a file."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from starlette.responses import Response
 from gateway.http.routing import Endpoint
 
 REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
-"""Values of Cache-Control. A file with its version in its name never changes; other files are revalidated by ETag."""
+"""Values of the header Cache-Control. A file whose name contains its version never changes. Other files are revalidated
+by ETag."""
 POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",

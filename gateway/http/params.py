@@ -58,7 +58,7 @@ def asks_for_events(accept: str) -> bool:
 
 
 def side(request: Request) -> str:
-    """Returns the key that selects the side of a split alias: the session, else the request id.
+    """Returns the key that selects the version if an alias splits its calls: the session, else the request id.
 
     Raises ServiceError `validation_failed` for a session that is too long.
     """
@@ -69,7 +69,7 @@ def side(request: Request) -> str:
 
 
 def if_match(request: Request) -> frozenset[int] | None:
-    """Returns the generations in If-Match; None: any.
+    """Returns the function's generations that the header If-Match lists; None if any generation matches.
 
     Raises ServiceError `validation_failed`, also for If-None-Match, which is not supported and must not be ignored.
     """

@@ -1,4 +1,5 @@
-"""HTTP protocol of the gateway's server: the limits of all our ports, plus handling of clients that are not nodes."""
+"""HTTP protocol of the gateway's server. It has the limits of all ports of this service, and handles clients that are
+not nodes."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from cluster.http_protocol import READ_BYTES, BoundedHttp, Timer
 from gateway.http.errors import native_body
 
 WRITE_SECONDS = 60.0
-"""Seconds without progress of a full write buffer after which the request ends, because the peer has stopped
+"""Seconds after which a request ends if its full write buffer makes no progress, because the peer has stopped
 reading."""
 LAST_SECONDS = 2.0
 """Seconds for which a stopping server keeps an unused connection, because a request may be in transit."""
 PROBE_SECONDS = (1.0, 1.0, 2.0)
 """Seconds before each probe of a peer that has stopped sending.
 
-The first probe that reaches a closed socket gets a reset, which the next one detects.
+A peer whose socket is closed answers the first probe with a reset, so that the next probe fails.
 """
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE = "probe"
-"""Key in a request's state of bytes without meaning. They may be sent at any time once the response has started."""
+"""Key in a request's state under which a response stores meaningless bytes. The server may send them to probe the peer
+once the response has started."""
 UNPARSABLE = "unparsable"
-"""Route in metrics of input that is no HTTP request."""
+"""Name of the route under which metrics count input that is not an HTTP request."""
 
 
 class GatewayHttp(BoundedHttp):
@@ -65,7 +67,8 @@ class GatewayHttp(BoundedHttp):
         return True
 
     def shutdown(self) -> None:
-        """Stops the connection. A new connection still gets LAST_SECONDS for a request that may be in transit."""
+        """Stops the connection when the server stops. An unused connection stays open for LAST_SECONDS, because a
+        request may be in transit."""
         if self.cycle is None and not self.transport.is_closing():
             self._last = True
             self.loop.call_later(LAST_SECONDS, self._end_unused)

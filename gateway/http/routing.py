@@ -34,7 +34,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parameter = Mapping[str, Any]
 """Parameter in the form of the OpenAPI document."""
 Replies = Mapping[int, type[Any] | None]
-"""Message types of replies by status. `str`: plain text; `bytes`: any media type; None: no body."""
+"""Message types of replies, by status. `str` means plain text, `bytes` any media type, and None no body."""
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 TEXT = {"type": "string"}
@@ -94,14 +94,14 @@ class Authenticator(Protocol):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """Operation: one HTTP method of one path."""
+    """Operation of the API: one HTTP method of one path."""
 
     method: str
     path: str
     """Path in Starlette's syntax."""
     endpoint: Endpoint
     summary: str
-    """Summary; empty: the operation is not in the OpenAPI document."""
+    """Summary in the OpenAPI document. An operation with an empty summary is not in the document."""
     replies: Replies
     parameters: Sequence[Parameter]
     errors: frozenset[int]
@@ -125,13 +125,13 @@ class Details(TypedDict, total=False):
     multipart: Mapping[str, Any]
     """JSON schema of the form that is accepted as an alternative body."""
     etag: bool
-    """True if a successful reply has an ETag."""
+    """True if a successful reply has the header ETag."""
     if_match: bool
     """True if the route supports If-Match."""
 
 
 class Routes(list[Operation], Generic[G]):
-    """Routes of one module. `group`: type of the group of parts that handlers get; None: they get none."""
+    """Routes of one module. `group`: type of the group of parts that handlers get; None if they get no group."""
 
     def __init__(self, group: type[G] | None = None) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class ExactRoute(Route):
 
 
 def mounted(operations: Iterable[Operation]) -> list[ExactRoute]:
-    """Returns one route per path, so that a 405 names all of its methods."""
+    """Returns one route per path. So a reply with status 405 names all methods of the path."""
     paths: dict[str, dict[str, Endpoint]] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = operation.endpoint

@@ -1,4 +1,5 @@
-"""Clocks that need no comparison of hosts: the store's time, and the age of a change as seen by this process."""
+"""Clocks that do not depend on the clocks of other hosts: the store's time, and the age of a change as this process
+observes it."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class ChangeWatch:
             self._observed[name] = etag, self._clock()
 
     def unchanged_s(self, name: str) -> float:
-        """Returns the seconds since the record's current version was first read; infinite if it was never read."""
+        """Returns the seconds since this process first read the record's current ETag. The value is infinite if the
+        record was never read."""
         return self._clock() - self._observed[name][1] if name in self._observed else math.inf
 
     def forget(self, name: str) -> None:

@@ -36,7 +36,7 @@ R = TypeVar("R", bound=JobRecord)
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """Marker: an empty object that lists a job, and the content of its key. Times are Unix time (store clock)."""
+    """Marker of a job: an empty object whose key contains these fields. Times are Unix time (store clock)."""
 
     key: str
     modified: float
@@ -45,7 +45,7 @@ class Marker(msgspec.Struct, frozen=True):
     holder: str = ""
     function: str = ""
     time: float = 0.0
-    """Time of a queued job's next attempt; of any other job, the time at which it got its state."""
+    """Time of the next attempt if the job is queued. For any other job, the time at which it got its state."""
 
 
 class Stored(NamedTuple, Generic[R]):
@@ -73,7 +73,7 @@ class JobStore(Generic[R]):
         self._kind, self._key, self._markers = kind, key, markers
 
     def add(self, record: R) -> Stored[R] | None:
-        """Stores a new job. Returns None if there is one of this id."""
+        """Stores a new job and returns it. Returns None if a job with this id exists."""
         started, markers = monotonic(), self._markers(record)
         self._mark(markers)
         try:
@@ -107,7 +107,8 @@ class JobStore(Generic[R]):
         return self._stored(stored.record, record, etag, started)
 
     def owner(self, marker: Marker) -> Stored[R] | None:
-        """Returns the job that needs the marker; None for a leftover, which is removed once it is old enough.
+        """Returns the job that needs the marker. Returns None for a leftover, and removes it if it is older than
+        LEFTOVER_S.
 
         Returns None for a damaged record as well, and logs it, so that it does not block other jobs.
         """

@@ -18,15 +18,17 @@ from gateway.jobs.windows import Function, Windows
 MIN_GAP_S = 0.1
 """Minimum seconds between two polls, because a store charges for each."""
 BACKOFF_S = 2.0
-"""Seconds without a poll after a job failed for lack of the store or of capacity. Each poll would find it again."""
+"""Seconds without a poll after a job failed because the store or capacity was missing. A poll would list the same job
+again."""
 VALID_S = 1.0
-"""Seconds for which a poll's result is used; after that, other tenants may have jobs."""
+"""Seconds for which the jobs that a poll listed may be started. Then a new poll follows, because tenants that had no
+jobs may have some now."""
 
 log = logging.getLogger("gateway")
 
 
 class NoCapacity(Exception):
-    """No job of this kind can be handled for a while. The job was not changed."""
+    """No job of this kind can be handled for a while. The job that `handle` got was not changed."""
 
 
 class PollResult(NamedTuple):
@@ -35,9 +37,9 @@ class PollResult(NamedTuple):
     queues: dict[str, list[Marker]]
     """Markers by tenant, in the order of their due times."""
     next_in_s: float = inf
-    """Seconds until the next of the other jobs is due."""
+    """Seconds until the next job that is not in `queues` is due."""
     after: str = ""
-    """Tenant after which the next poll begins; empty: at the first tenant."""
+    """Tenant after which the next poll begins. If empty, it begins at the first tenant."""
 
 
 Poll = Callable[[str, Collection[Function]], Awaitable[PollResult]]
@@ -64,9 +66,9 @@ class Poller(Generic[R]):
         idle_s: float,
     ) -> None:
         self.active: dict[str, asyncio.Task[None]] = {}
-        """Tasks by job id."""
+        """Tasks that run the active jobs, by job id."""
         self.wake = asyncio.Event()
-        """Set when there may be a new job."""
+        """Event that is set when there may be a new job."""
         self._kind = kind
         self._poll, self._owner, self._handle = poll, owner, handle
         self._at_once = at_once
@@ -92,7 +94,7 @@ class Poller(Generic[R]):
             await self._rest(pause)
 
     async def _round(self) -> float:
-        """Starts due jobs while there is room. Returns the seconds to rest unless an event wakes the poller."""
+        """Starts due jobs while there is room. Returns the seconds to rest if no event wakes the poller earlier."""
         if len(self.active) >= self._at_once:
             return self._idle_s
         if (backoff := self._backoff_until - monotonic()) > 0:
@@ -128,8 +130,8 @@ class Poller(Generic[R]):
         return any(self._first(queue, active) is not None for queue in self._waiting.values())
 
     def _next(self) -> Marker | None:
-        """Removes and returns the first startable job of the tenant with the fewest active ones. Returns None if no job
-        may start."""
+        """Returns the marker of the next job to start, and removes it from the waiting ones. This is the first
+        startable job of the tenant with the fewest active jobs. Returns None if no job may start."""
         active = Counter(map(function_of, self._markers.values()))
         first = {
             tenant: at for tenant, queue in self._waiting.items() if (at := self._first(queue, active)) is not None
@@ -139,7 +141,7 @@ class Poller(Generic[R]):
         return None if tenant is None else self._waiting[tenant].pop(first[tenant])
 
     def _first(self, queue: list[Marker], active: Counter[Function]) -> int | None:
-        """Returns the index of the first job whose function may have another active one; None if there is none."""
+        """Returns the index in `queue` of the first job whose function may run one more job; None if there is none."""
         functions = enumerate(map(function_of, queue))
         return next((at for at, each in functions if self._windows.may_begin(each, active[each])), None)
 
@@ -177,7 +179,8 @@ class Poller(Generic[R]):
             self._windows.refuse(function_of(marker), refused_for_s)
 
     async def _rest(self, seconds: float) -> None:
-        """Waits `seconds` seconds, until a job has ended, or, while there is room, until there may be a new job."""
+        """Waits until `seconds` seconds have passed or a job has ended. While there is room for another job, a new job
+        ends the wait as well."""
         self._job_ended.clear()
         wakes = [self._job_ended] if len(self.active) >= self._at_once else [self.wake, self._job_ended]
         waits = [asyncio.ensure_future(event.wait()) for event in wakes]

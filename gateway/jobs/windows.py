@@ -1,4 +1,5 @@
-"""Limits the jobs of a function that one worker runs at once to what limits and nodes accept.
+"""Limits the number of a function's jobs that one worker runs at once. It adapts to what the tenant's limits and the
+nodes accept.
 
 A refused job is queued again, which takes several writes to the store, and uses up an attempt if a node had no room.
 Without this limit, thousands of jobs that wait for a small quota would be claimed and put back endlessly, and many
@@ -15,7 +16,7 @@ LONGEST_PAUSE_S = 30.0
 FORGOTTEN_S = 60.0
 """Seconds after which a refusal is forgotten."""
 CAUTION = 4
-"""Number of accepted jobs, in multiples of the window, after which the window grows by one."""
+"""Number of accepted jobs, in multiples of the window's size, after which the window grows by one job."""
 
 Function = tuple[str, str]
 """Tenant and function."""
@@ -23,15 +24,16 @@ Function = tuple[str, str]
 
 @dataclass
 class Window:
-    """Limit of one function that was refused recently."""
+    """Limit of a function of which a job was refused recently."""
 
     size: float
     """Maximum jobs that run at once."""
     refused_at: float = 0.0
     closed_until: float = 0.0
-    """Time before which no job starts, because even a single one was refused."""
+    """Time, by the clock, before which no job starts. It is set when a job was refused although no other one was
+    running."""
     pause_s: float = FIRST_PAUSE_S
-    """Seconds to pause after the next such refusal; doubled each time."""
+    """Minimum seconds without a job after the next such refusal. The value doubles with each of them."""
 
 
 class Windows:
@@ -46,7 +48,8 @@ class Windows:
         self._windows: dict[Function, Window] = {}
 
     def refuse(self, function: Function, seconds: float) -> None:
-        """Shrinks the window after an active job was refused. The job may be accepted after `seconds`."""
+        """Shrinks the function's window, because an active job was refused. The job may be accepted after `seconds`
+        seconds."""
         window = self._windows.setdefault(function, Window(self._max_size))
         window.refused_at, window.size = self._clock(), window.size - 1
         if window.size < 1:
@@ -54,7 +57,7 @@ class Windows:
             window.pause_s = min(2 * window.pause_s, LONGEST_PAUSE_S)
 
     def accept(self, function: Function) -> None:
-        """Grows the window after an active job was not refused."""
+        """Grows the function's window, because an active job was not refused."""
         window = self._windows.get(function)
         if window is not None:
             window.size += 1 / (CAUTION * window.size)
@@ -68,7 +71,8 @@ class Windows:
         return self._clock() >= window.closed_until and active < int(window.size)
 
     def closed(self) -> frozenset[Function]:
-        """Returns the functions whose jobs may not start now. Forgets old windows."""
+        """Returns the functions whose jobs may not start now. Also forgets windows without a refusal for
+        FORGOTTEN_S."""
         self._windows = {function: window for function, window in self._windows.items() if not self._is_old(window)}
         now = self._clock()
         return frozenset(function for function, window in self._windows.items() if now < window.closed_until)

@@ -22,17 +22,17 @@ from gateway.leader.tick import Job, Tick, TickEnded
 LEASE = "leader"
 LEASE_SECONDS = 2.5
 BEATS_A_LEASE = 3
-"""Heartbeats per lease. A killed leader is replaced within one lease and two heartbeats.
+"""Number of heartbeats within the duration of a lease. A killed leader is replaced within one lease and two heartbeats.
 
-Its last write may be seen one heartbeat late, and its end another one late. With Redis, whose clock ends the lease, it
-is one heartbeat less: 3.3 s, plus a job's pause.
+Others may see its last write one heartbeat late, and the end of its lease another one late. With Redis, whose clock
+ends the lease, the replacement takes one heartbeat less: 3.3 s, plus the pause of a job.
 """
 ANSWER_SECONDS = 2.0
 """Timeout, in seconds, of reading and writing the lease."""
 TICK_SECONDS = 10.0
-"""Time limit of a tick in seconds."""
+"""Seconds from the start of a tick, which is one call of a job, to its deadline."""
 OVERTIME_SECONDS = 30.0
-"""Seconds after its deadline when a tick is cancelled: longer than one call of the store may take."""
+"""Seconds from a tick's deadline until it is cancelled. This is longer than one call of the store may take."""
 
 log = logging.getLogger("gateway")
 
@@ -56,7 +56,8 @@ class Leader:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: no other worker knows the same nodes, so this one runs their jobs even without the lease."""
+        """`alone`: True if no other worker knows the same nodes. Then this worker runs the jobs about nodes even
+        without the lease."""
         self.name = name
         self._leases = leases
         self._jobs = jobs
@@ -65,9 +66,9 @@ class Leader:
         self._lease_seconds = lease_seconds
         self._alone = alone
         self._until = -math.inf
-        """End of the lease, by the clock."""
+        """Time, by the clock, at which the lease ends."""
         self._since = -math.inf
-        """Time, by the clock, at which the lease was last acquired, not renewed."""
+        """Time, by the clock, at which the lease was last acquired. Renewals do not change it."""
         self._led = self._failing = False
 
     def leads(self) -> bool:
@@ -85,7 +86,7 @@ class Leader:
             await self._resign()
 
     async def beat(self) -> None:
-        """Acquires or renews the lease."""
+        """Tries to acquire the lease, or renews it if this worker holds it."""
         asked_at = self._clock()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -103,7 +104,7 @@ class Leader:
         self._record_change()
 
     async def run_once(self, job: Job) -> None:
-        """Calls the job once, if this worker leads."""
+        """Runs one tick of the job, if this worker leads."""
 
         always = self._alone and job.scope == "nodes"
 

@@ -25,11 +25,11 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     """Content of leases/<name>.json."""
 
     holder: str
-    """Name of the holder; empty: none."""
+    """Name of the holder; empty if the lease is free."""
     seconds: float
-    """Seconds for which the lease is held after its last write."""
+    """Seconds after its last write for which the lease is held."""
     writes: int
-    """Number of writes, which makes each ETag unique."""
+    """Number of writes of the record, which makes each ETag unique."""
 
 
 class StoreLeases:
@@ -55,7 +55,8 @@ class StoreLeases:
             await self._write(name, LeaseRecord("", 0.0, record.writes + 1), etag)
 
     async def get(self, name: str) -> Lease:
-        """Returns the lease. When an object is read for the first time, its holder may have lost the lease long ago."""
+        """Returns the lease. When this process reads the object for the first time, the holder that it names may have
+        lost the lease long ago."""
         record, _ = await self._read(name)
         remaining_s = self._remaining_s(name, record)
         return Lease(record.holder, remaining_s) if record.holder and remaining_s > 0 else NOBODY

@@ -16,14 +16,15 @@ class TickEnded(Exception):
 
 
 class Tick:
-    """Call of a job. `deadline` and `since` are monotonic seconds by `clock`. Safe to use from a job's thread."""
+    """Single call of a job. `deadline` and `since` are monotonic seconds by `clock`. Safe to use from a job's
+    thread."""
 
     def __init__(
         self, deadline: float, clock: Callable[[], float], leads: Callable[[], bool], since: float = -math.inf
     ) -> None:
         self.deadline = deadline
         self.since = since
-        """Time since which no other worker has led."""
+        """Time, in monotonic seconds, since which no other worker has led."""
         self.work = 0
         """Amount of work that the job has done, in the job's own unit; shown on /metrics."""
         self._clock = clock
@@ -48,5 +49,5 @@ class Job:
     pause_seconds: float = PAUSE_SECONDS
     """Seconds between two ticks."""
     scope: Scope = "registry"
-    """Scope of one leader: all gateways of a registry, or those that know the same nodes. Without Redis each gateway
-    has its own nodes."""
+    """Gateways that share the leader of this job: all gateways of a registry, or those that know the same nodes.
+    Without Redis each gateway has its own nodes."""

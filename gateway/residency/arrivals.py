@@ -1,4 +1,5 @@
-"""Counts of calls per function: each gateway worker counts, and reports to the leader every second."""
+"""Counts of calls per function. Each gateway worker counts its calls, and reports the counts to the leader every
+second."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ class ArrivalCounter:
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, str, Adapter]] = Counter()
-        """Calls by tenant, function and version."""
+        """Number of calls, by tenant, function and adapter."""
 
     def record(self, tenant: str, function: str, adapter: Adapter) -> None:
-        """Counts a call."""
+        """Counts a call of a function's version."""
         key = (tenant, function, adapter)
         if key in self._calls or len(self._calls) < MAX_COUNTED:
             self._calls[key] += 1

@@ -19,24 +19,26 @@ from gateway.residency.arrivals import Arrival, function_key
 from gateway.residency.messages import WATCH_SECONDS
 
 GAP_SECONDS = 10.0
-"""Seconds without `observe` after which a worker is taken for a new leader and starts with an empty history."""
+"""Seconds after the last `observe` from which a worker counts as a new leader. A new leader starts with an empty
+history."""
 MAX_FUNCTIONS = 40_000
 """Maximum functions whose called versions are remembered; the least recently called one is forgotten."""
 MAX_VERSIONS = 8
 """Maximum versions of one function; the least called one is forgotten."""
 MANY_CALLS = 64
-"""Number of calls of a function after which its versions' counts are halved, so that shares follow recent calls."""
+"""Number of counted calls of a function at which its versions' counts are halved. So the versions' shares follow recent
+calls."""
 MIN_CHANCE = 0.1
-"""Minimum probability of a call within 30 s for which an adapter is loaded on a node."""
+"""Minimum probability of a call within 30 s at which an adapter is loaded on a node."""
 MAX_CHOSEN = 4096
-"""Maximum functions whose adapters are considered, most likely first."""
+"""Maximum functions whose adapters are considered in a plan, the most likely first."""
 
 
 class Forecast(NamedTuple):
     """Forecast of all functions at one time."""
 
     chances: Mapping[str, Chances]
-    """Probabilities of a call, by function."""
+    """Probabilities of a call within each horizon, by function."""
     likely: list[Likely]
     """The most likely functions, most likely first."""
     error: Mapping[str, float]
@@ -59,7 +61,7 @@ class CallHistory:
         self._forecaster = self._make_forecaster()
         self._counts: Counter[str] = Counter()
         self._versions: OrderedDict[str, dict[str, tuple[Adapter, float]]] = OrderedDict()
-        """Called versions by function and digest: the adapter, and its number of recent calls."""
+        """Versions that were called, by function and digest. Each is the adapter with its number of recent calls."""
         self._since = self._observed = now
         self.latest = NOTHING
 
@@ -87,8 +89,8 @@ class CallHistory:
         self._versions.pop(function_key(tenant, function), None)
 
     def learn(self, key: str, versions: Iterable[tuple[Adapter, float]]) -> None:
-        """Sets the versions that the function's calls use, with their shares, by its aliases. Counted calls then refine
-        them."""
+        """Sets the versions that the function's calls use according to its aliases, each with its share of the calls.
+        Counted calls then refine these shares."""
         self._versions[key] = {adapter.digest: (adapter, share) for adapter, share in versions}
         self._limit_functions()
 

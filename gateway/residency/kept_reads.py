@@ -11,7 +11,7 @@ log = logging.getLogger("gateway")
 
 
 class KeptReads:
-    """Reads of one record, named `what` in the log. Each series of failures is logged once."""
+    """Repeated reads of one record, which the log calls `what`. A series of failures is logged once."""
 
     def __init__(self, what: str) -> None:
         self._what, self._failing = what, False

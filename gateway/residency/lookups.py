@@ -15,7 +15,7 @@ from gateway.catalog.functions import Functions
 from gateway.leader.tick import Tick
 
 AT_ONCE = 8
-"""Lookups at once: half of the threads that read, so that the other half is free for calls."""
+"""Maximum lookups at once: half of the threads that read the registry. The other half stays free for calls."""
 
 
 async def look_up(
@@ -31,9 +31,10 @@ async def look_up(
 
 
 async def choices_of(functions: Functions, key: str) -> Sequence[Choice] | None:
-    """Returns the versions behind a function's `latest`; None if the function is gone. Raises StoreUnavailable.
+    """Returns the versions to which a function's alias `latest` points; None if the function does not exist.
 
-    `key`: `tenant/name`. The result is empty if the function has no `latest` or is damaged, both of which may change.
+    `key`: `tenant/name`. The result is empty if the function has no `latest`, or if its record is damaged; both may
+    change. Raises StoreUnavailable.
     """
     tenant, _, name = key.partition("/")
     try:

@@ -1,6 +1,6 @@
-"""Manual holds: adapters that were warmed by hand stay wanted for some minutes.
+"""Manual holds: nodes keep an adapter that was loaded by a manual order ready for HOLD_S seconds.
 
-Every gateway worker stores them, because any may become the leader.
+Every gateway worker stores the holds, because any worker may become the leader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TENANT_HELD = 64
 
 
 class ManualHold(msgspec.Struct, frozen=True, array_like=True, tag="held"):
-    """Adapter that was ordered to a node by hand."""
+    """Adapter that a node must have ready because of a manual order."""
 
     tenant: str
     function: str
@@ -38,7 +38,7 @@ class ManualHolds:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: OrderedDict[tuple[str, str, str, str], tuple[ManualHold, float]] = OrderedDict()
-        """Holds with their end (monotonic seconds), by tenant, function, digest and node."""
+        """Each hold and the time at which it ends (monotonic seconds), by tenant, function, digest and node."""
 
     def hold(self, want: ManualHold) -> None:
         key = (want.tenant, want.function, want.adapter.digest, want.node)
@@ -58,7 +58,7 @@ class ManualHolds:
             del self._until[key]
 
     def now(self) -> list[ManualHold]:
-        """Returns the holds that have not ended, the latest last."""
+        """Returns the holds that have not ended, the most recently ordered last."""
         now = self._clock()
         for key in [key for key, (_, until) in self._until.items() if until <= now]:
             del self._until[key]

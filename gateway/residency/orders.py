@@ -1,4 +1,5 @@
-"""Sends nodes the adapters that they must have ready, when these change and before the last order expires."""
+"""Sends nodes orders, which list the adapters that they must have ready. An order is sent when its content changes, and
+before the previous one expires."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ log = logging.getLogger("gateway")
 
 
 class NodeOrder(NamedTuple):
-    """Order to one node: the adapters to have ready, and the time for which idle ones are kept."""
+    """Order to one node: the adapters to have ready, and the seconds for which it keeps idle adapters."""
 
     adapters: tuple[WantedAdapter, ...] = ()
     """Adapters, most important first."""
     idle_ttls: Mapping[str, float] = {}
-    """Idle limits in seconds, by digest, as in WantedResidency."""
+    """Seconds without a call after which the node evicts an adapter, by digest."""
 
 
 NOTHING = NodeOrder()
@@ -39,7 +40,7 @@ class _Sent(NamedTuple):
     epoch: str
     order: NodeOrder
     at: float
-    """Monotonic seconds at which it was sent; infinite: the node does not support such orders."""
+    """Time at which the order was sent, in monotonic seconds; infinite if the node does not support such orders."""
 
 
 class ResidencyOrders:
@@ -48,11 +49,12 @@ class ResidencyOrders:
     def __init__(self, node_calls: NodeCalls, metrics: ResidencyMetrics, clock: Callable[[], float]) -> None:
         self._node_calls, self._metrics, self._clock = node_calls, metrics, clock
         self._sent: dict[str, _Sent] = {}
-        """Latest order of each node."""
+        """Latest order that was sent to each node, by node id."""
         self._failing: set[str] = set()
 
     async def send(self, tick: Tick, nodes: Sequence[NodeRecord], orders: Mapping[str, NodeOrder]) -> None:
-        """Sends each node its order if that is due. Raises TickEnded; the next tick then sends the rest."""
+        """Sends each node its order if the order has changed or will expire soon. Raises TickEnded; the next tick then
+        sends the remaining orders."""
         ids = {node.id for node in nodes}
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing &= ids
@@ -97,7 +99,7 @@ class ResidencyOrders:
         self._sent[node.id] = _Sent(node.epoch, order, at)
 
     def _record_failure(self, node: NodeRecord, error: Exception) -> None:
-        """Forgets the order that the node has, so that the next tick sends it again."""
+        """Forgets which order the node last received, so that the next tick sends the order again."""
         self._metrics.count_order("failed")
         self._sent.pop(node.id, None)
         if node.id not in self._failing:

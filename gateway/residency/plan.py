@@ -1,6 +1,7 @@
 """Plans which adapters each node must have ready.
 
-Provisioned copies come first, then what operators and tenants ordered or scheduled, then what is forecast.
+Provisioned copies come first, then adapters that operators and tenants ordered or scheduled, then adapters for forecast
+calls.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ from gateway.residency.messages import Cause, LeftOut, Tier
 from gateway.scheduling.home_nodes import HomeNodes
 
 DEVICE_CHANCE = 0.5
-"""Minimum probability of a call within 30 s for which an adapter is loaded straight onto the device."""
+"""Minimum probability of a call within 30 s at which a forecast adapter is loaded onto the device, and not only into
+host memory."""
 WANTED_SHARE = 0.75
-"""Share of each tier of a node's adapter memory for planned adapters. The rest is for calls that were not foreseen.
+"""Share of each tier of a node's adapter memory that planned adapters may take. The rest is for calls that were not
+foreseen.
 
 Tuned, like DEVICE_CHANCE, on one half of the traces of benchmarks/adapter_memory/prefetch.py.
 """
 PROVISIONED_SHARE = 0.5
-"""Share of each tier of a node's adapter memory for provisioned copies, which adapters of calls can't evict."""
+"""Share of each tier of a node's adapter memory for provisioned copies. Adapters that calls load can't evict these."""
 TENANT_PROVISIONED_SHARE = 0.5
 """Share of the memory for provisioned copies that one tenant may use."""
 TENANT_SHARE = 0.125
-"""Share of each tier of a node's adapter memory for one tenant's orders and schedules."""
+"""Share of each tier of a node's adapter memory that one tenant's orders and schedules may take."""
 TENANT_WANTED = 16
 """Maximum adapters on one node for one tenant's orders and schedules."""
 MAX_LEFT_OUT = 1000
-"""Maximum targets that are left out for which the reason is recorded."""
+"""Maximum targets in `left_out`. Further targets that can't be planned are not recorded."""
 MAX_NODES = 4
-"""Maximum nodes on which a forecast keeps an adapter that they have in memory."""
+"""Maximum nodes on which a forecast keeps an adapter that is already in their memory."""
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
 """Names of the tiers in the reasons of targets that are left out."""
 STEPS = 20
-"""Number of steps to which probabilities in orders are rounded, so that small changes cause no new order."""
+"""Number of steps into which probabilities from 0 to 1 are divided in orders. Rounded probabilities avoid new orders
+after small changes."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +57,20 @@ class PrewarmTarget:
     tier: Tier = "device"
     copies: int = 1
     node: str | None = None
-    """Node on which it must be; None: its home nodes."""
+    """Id of the node that must have the adapter; None if its home nodes must."""
 
 
 @dataclass
 class PlannedAdapter:
-    """Adapter that a node is ordered to have."""
+    """Adapter that a node is ordered to have ready."""
 
     adapter: Adapter
     tier: Tier
     chance: float
     causes: dict[str, Cause] = field(default_factory=dict)
-    """Causes by function."""
+    """Reason for which each function wants the adapter, by key of the function."""
     provisioned: Tier | None = None
-    """Fastest tier in which a function's policy provisions it; None: not provisioned."""
+    """Fastest tier in which a function's policy provisions the adapter; None if no policy does."""
 
     @property
     def pinned(self) -> bool:
@@ -74,7 +78,8 @@ class PlannedAdapter:
 
     @property
     def steps(self) -> int:
-        """Returns the probability in steps of 1 / STEPS, as orders contain it."""
+        """Returns the probability of a call in units of 1 / STEPS, rounded to a whole number. Orders contain this
+        rounded probability."""
         return round(self.chance * STEPS)
 
     def message(self) -> WantedAdapter:
@@ -88,7 +93,7 @@ class NodeMemory:
     bytes: Mapping[Tier, float]
     """Bytes by tier; infinite if the node does not report them."""
     itemsize: int = 0
-    """Bytes per adapter element on the node; 0: not reported."""
+    """Bytes per adapter element on the node; 0 if the node does not report them."""
     takes_wants: bool = True
     """True if the node accepts orders to have adapters ready, as in Facts."""
 
@@ -97,7 +102,8 @@ class NodeMemory:
         return float(adapter.bytes_in(self.itemsize))
 
     def why_never(self, adapter: Adapter, tier: Tier) -> str | None:
-        """Returns why a tenant's order or schedule can never load the adapter on this node; None if it can."""
+        """Returns the reason why a tenant's order or schedule can never load the adapter on this node; None if it
+        can."""
         if not self.takes_wants:
             return "prefetch is off on this node"
         size, limit = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
@@ -116,24 +122,26 @@ def node_memory(node: NodeRecord) -> NodeMemory:
 
 @dataclass
 class NodeWants:
-    """Planned adapters of a node, and the memory that is left."""
+    """Planned adapters of a node, and the adapter memory that they leave free."""
 
     memory: NodeMemory
     wants: dict[str, PlannedAdapter] = field(default_factory=dict)
     """Planned adapters by digest."""
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
-    """Tier and bytes that each tenant's orders and schedules take, by tenant and digest."""
+    """Adapters of each tenant's orders and schedules, by tenant and digest. Values are the tier and the bytes taken
+    there."""
     room: dict[Tier, float] = field(init=False)
-    """Bytes left for planned adapters, by tier."""
+    """Bytes that further planned adapters may take, by tier."""
     kept_room: dict[Tier, float] = field(init=False)
-    """Bytes left for provisioned copies, by tier."""
+    """Bytes that further provisioned copies may take, by tier."""
 
     def __post_init__(self) -> None:
         self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}
         self.kept_room = {tier: PROVISIONED_SHARE * size for tier, size in self.memory.bytes.items()}
 
     def keep(self, wish: PrewarmTarget) -> bool:
-        """Plans a provisioned copy. Returns False if it does not fit. Copies for devices must come first."""
+        """Plans a provisioned copy, and returns True. Returns False if it does not fit. Copies for devices must be
+        planned first."""
         size, digest, tier = self.memory.taken_by(wish.adapter), wish.adapter.digest, wish.tier
         want = self.wants.get(digest)
         if want is None:
@@ -147,7 +155,7 @@ class NodeWants:
         return True
 
     def take(self, wish: PrewarmTarget, tier: Tier) -> str | None:
-        """Plans a target in this tier. Returns why it is left out; None if it is planned.
+        """Plans a target in this tier. Returns the reason if the target is left out; None if it is planned.
 
         A forecast for which the device has no room goes to host memory.
         """
@@ -173,8 +181,8 @@ class NodeWants:
         return None
 
     def _beyond(self, wish: PrewarmTarget, tier: Tier, size: float) -> str | None:
-        """Records the bytes that a tenant pins. Returns which of the tenant's limits the target exceeds; None if
-        none."""
+        """Returns a text that says which of the tenant's limits the target exceeds. If it exceeds none, records its
+        `size` in bytes and returns None."""
         tenant_bytes, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
         if digest in tenant_bytes:
             return None
@@ -196,7 +204,7 @@ class Plan:
         self._planned: dict[int, NodeWants] = {}
         """Planned adapters by row of the node."""
         self._copies: dict[tuple[str, str], set[int]] = {}
-        """Rows with a provisioned copy, by function and digest."""
+        """Rows of the nodes with a provisioned copy, by function and digest."""
         self.left_out: dict[str, list[LeftOut]] = {}
         """Targets that were requested but can't be planned, by function."""
 
@@ -229,7 +237,7 @@ class Plan:
         return by_node
 
     def _provision(self, wish: PrewarmTarget) -> None:
-        """Plans each copy on a different node: the first home nodes that have room."""
+        """Plans each provisioned copy on a different node. The adapter's first home nodes that have room are used."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
         target = len(copies) + wish.copies
         for row in self._homes.of(digest, len(self._homes)):

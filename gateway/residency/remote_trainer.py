@@ -24,7 +24,8 @@ MIX, WITH_LSTM = "mix", "mix_with_lstm"
 CHOICES = (MIX, *PARTS, "lstm", WITH_LSTM)
 """Values of the setting `gateway.predictor`."""
 MAX_LOTS = 320
-"""Maximum lots of observations that wait for an update, as many as a Trainer keeps. The oldest are dropped."""
+"""Maximum batches of observations that wait for an update, as many as a Trainer keeps. Beyond that the oldest are
+dropped."""
 MAX_JOBS = 4
 """Maximum updates that wait. There is at most one per second; further ones are skipped."""
 ANSWER_SECONDS = 60.0
@@ -56,7 +57,7 @@ class RemoteTrainer:
         )
         self._lots: deque[Observations] = deque(maxlen=MAX_LOTS)
         self._jobs: Queue[Job | None] = Queue(MAX_JOBS)
-        """Queue of jobs; None wakes the thread so that it can end."""
+        """Queue of jobs for the thread. The item None ends the thread."""
         self._closed = False
         self._thread: Thread | None = None
 
@@ -65,7 +66,7 @@ class RemoteTrainer:
         self._lots.append(lot)
 
     def update(self) -> None:
-        """Schedules training on one batch."""
+        """Queues one update of the network, which trains on the stored observations."""
         if self._thread is None:
             # A daemon thread, so that a job in progress does not delay the end of the gateway.
             self._thread = Thread(target=self._run, name="remote-trainer", daemon=True)

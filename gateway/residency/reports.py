@@ -10,7 +10,7 @@ from gateway.residency.manual_holds import ManualHold
 from gateway.workers.channel import Channel
 
 MAX_WAITING = 1000
-"""Maximum messages that wait to be sent, because old counts are useless."""
+"""Maximum messages that wait to be sent. The limit is low because old counts are useless."""
 
 
 class HeldAsked(msgspec.Struct, frozen=True, array_like=True, tag="held_asked"):
@@ -18,7 +18,7 @@ class HeldAsked(msgspec.Struct, frozen=True, array_like=True, tag="held_asked"):
 
 
 class ForecastAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """Query to the leader for a function's forecast, and for what was done about it."""
+    """Query to the leader for a function's forecast, and for the adapters that were ordered because of it."""
 
     number: str
     tenant: str

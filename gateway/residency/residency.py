@@ -50,11 +50,11 @@ NODES_SECONDS = 0.5
 """Seconds between two checks for new or lost nodes. A change leads to a new plan at once, so that lost copies are soon
 restored."""
 TOGETHER_PLANNED = 64
-"""Targets planned between two pauses for the event loop."""
+"""Number of targets that are planned between two pauses that let the event loop run."""
 MAX_RESOLVED = 32
 """Maximum functions without known versions that are looked up in one tick."""
 RESOLVE_SECONDS = 1.0
-"""Time limit of all these lookups together, in seconds."""
+"""Time limit, in seconds, of all lookups of one tick together."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,20 @@ class Residency:
         self._planned: frozenset[tuple[str, str]] = frozenset()
         """Id and epoch of the nodes in the last plan."""
         self._plan_at = -math.inf
-        """Time of the next plan, even if the nodes do not change."""
+        """Time, by `clock`, of the next plan if the nodes do not change before it."""
         self.owners = parts.owners
         self._holds = ManualHolds(clock)
         self._changed: set[str] = set()
         """Changed functions with manual holds; they may have been deleted."""
         self._counter = ArrivalCounter()
         self._wants: Mapping[str, Sequence[PlannedAdapter]] = {}
-        """Planned adapters by node, as last ordered."""
+        """Planned adapters by node id, as in the last orders."""
         self._left_out: Mapping[str, list[LeftOut]] = {}
         """Targets that the last plan left out, by function."""
         self._since: dict[tuple[str, str], float] = {}
-        """Unix time since which each adapter is planned, by node and digest."""
+        """Unix time since which an adapter has been in the plan, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
-        """Called with the tenant and digest of each provisioned adapter."""
+        """Function that is called with the tenant and digest of each provisioned adapter."""
         channel.on_message = self._receive
 
     def record_call(self, tenant: str, function: str, adapter: Adapter) -> None:
@@ -110,7 +110,7 @@ class Residency:
         self._counter.record(tenant, function, adapter)
 
     def hold(self, want: ManualHold) -> None:
-        """Keeps an adapter wanted for a while, whichever worker leads."""
+        """Stores a manual hold, here and on the other workers, so that it applies whichever worker leads."""
         self._holds.hold(want)
         self._channel.publish(want)
 
@@ -122,14 +122,15 @@ class Residency:
             self._changed.add(function_key(tenant, function))
 
     def provisioned(self) -> dict[str, dict[str, str]]:
-        """Returns the tier of each provisioned digest, by node, as last ordered."""
+        """Returns, by node id and digest, the tier in which the last orders provision the adapter."""
         return {
             node: {want.adapter.digest: want.provisioned for want in wants if want.provisioned is not None}
             for node, wants in self._wants.items()
         }
 
     async def provisionable(self) -> Memory:
-        """Returns the part of the nodes' memory that provisioned copies may use."""
+        """Returns the limits of provisioned copies: the bytes of the nodes' memory that they may use, and their
+        number."""
         return memory_of((node.record for node in await self._cluster.nodes()), self._base)
 
     async def forecast_of(self, tenant: str, function: str) -> ForecastReply:
@@ -241,7 +242,8 @@ class Residency:
         return by_node
 
     async def _resolve(self, keys: Sequence[str]) -> None:
-        """Looks up versions of functions where they are unknown. Lookups that take long are left to another tick."""
+        """Looks up the versions of the functions `keys` whose versions are unknown. What takes longer than
+        RESOLVE_SECONDS is left to the next tick."""
         unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
 
         async def resolve(key: str) -> None:
@@ -256,8 +258,8 @@ class Residency:
         """Yields the targets of a plan in order of importance.
 
         Provisioned copies come first, then manual orders, the latest first, then schedules, then forecasts, the most
-        likely first. Functions whose policy turns prefetch off have no forecasts, nor have adapters with an idle limit,
-        which must be evicted.
+        likely first. There are no forecasts for functions whose policy turns prefetch off. There are none for adapters
+        with an idle limit either, because idle adapters must be evicted.
         """
         yield from self._parts.standing.wishes
         for hold in reversed(self._holds.now()):

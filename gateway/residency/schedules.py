@@ -1,4 +1,4 @@
-"""Executes warm windows: the adapters that functions' policies want at the current time."""
+"""Executes warm windows: periods, set in functions' policies, in which nodes have the function's adapters ready."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WarmSchedules:
         self.wishes: list[PrewarmTarget] = []
         """Current targets as of the last check; unchanged while the registry is unavailable."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
-        """States of windows: whether each is open, and the Unix time until which that stays so."""
+        """State of each window: whether it is open, and the Unix time at which this changes."""
 
     def job(self) -> Job:
         return Job("schedules", self.check, LOOK_SECONDS, "nodes")
@@ -66,9 +66,9 @@ class WarmSchedules:
     def _wishes_now(
         self, key: str, choices: Sequence[Choice] | None, now: float, open_windows: set[WarmWindow]
     ) -> list[PrewarmTarget] | None:
-        """Returns the function's current targets; None if it has no windows any more.
+        """Returns the function's current targets; None if its policy has no windows any more.
 
-        Adds its windows to `open_windows`.
+        Adds all windows of its policy to `open_windows`, whether they are open now or not.
         """
         if not choices:
             return None if choices is None else []

@@ -24,7 +24,8 @@ from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, 
 LOOK_SECONDS = 3.0
 """Seconds between two checks of the policies: the maximum delay of a change."""
 SETTLED_SECONDS = 60.0
-"""Seconds after which an entry that no policy asks for is removed. Before that, its policy may still be committed."""
+"""Age, in seconds, from which an entry of standing.json that no policy needs is removed. A younger entry's policy may
+still be committed."""
 
 log = logging.getLogger("gateway")
 
@@ -46,7 +47,7 @@ class StandingPolicies:
         self._store, self._threads, self._functions = store, threads, functions
         self._reads = KeptReads("standing policies")
         self.has_read = False
-        """True once the policies were read. Before that, it is unknown what nodes must keep."""
+        """True once the policies were read. Until then it is unknown which adapters nodes must keep."""
         self.wishes: list[PrewarmTarget] = []
         """Provisioned copies as of the last check, most important first; unchanged while the registry is
         unavailable."""

@@ -23,7 +23,7 @@ job starts a new one."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Weights of the network, as bytes of f32 arrays."""
+    """Weights of the network: values are the bytes of f32 arrays."""
 
     parameters: dict[str, bytes]
     embeddings: dict[str, bytes]
@@ -40,9 +40,9 @@ class ObservationBatch(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Update of the network with the new observations `lots`.
+    """Update of the network with the new observations in `lots`.
 
-    The answer is Weights with all parameters and the embeddings that changed.
+    The answer is a Weights with all parameters, and with the embeddings that changed.
     """
 
     lots: list[ObservationBatch]

@@ -29,7 +29,7 @@ async def warm_targets(warming: Warming, tenant: str, name: str, versions: Itera
 
 
 async def warm_staged(warming: Warming, base: str, tenant: str, staged: Deployment) -> list[str]:
-    """Waits until a stored, but not yet listed version is warm on a node. Returns warnings about what failed.
+    """Waits until a version that is stored, but not yet listed, is warm on a node. Returns warnings about what failed.
 
     `base`: fingerprint of the base model.
     """

@@ -27,7 +27,7 @@ MAX_UNDERWAY = 256
 """Maximum loads in progress that this gateway worker has ordered."""
 MAX_TENANT_UNDERWAY = 32
 ANSWER_SECONDS = 2.0
-"""Seconds for which a caller waits for the nodes; loads then continue."""
+"""Seconds for which a caller waits for the nodes' answers. Loads that take longer continue without it."""
 AGAIN_SECONDS = 60.0
 """Seconds during which a load in progress is not ordered again."""
 LOOK_SECONDS = 0.2
@@ -41,12 +41,12 @@ Place = tuple[Version, NodeRecord]
 
 
 class _Load(NamedTuple):
-    """Load that was ordered from a node."""
+    """Order of this worker to a node to load an adapter."""
 
     tenant: str
     answer: asyncio.Task[Moved]
     until: float
-    """Time until which it is not ordered again, in monotonic seconds."""
+    """Time, in monotonic seconds, until which the same load is not ordered again."""
 
 
 class Warming:
@@ -67,7 +67,7 @@ class Warming:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Stops waiting for nodes at the end of the context. Nodes still complete what was ordered."""
+        """Stops waiting for nodes' answers at the end of the context. Nodes still complete the ordered loads."""
         try:
             yield
         finally:
@@ -75,12 +75,14 @@ class Warming:
                 load.answer.cancel()
 
     async def versions(self, tenant: str, name: str, qualifier: str | None) -> list[Version]:
-        """Returns the versions that calls of the name use. Raises what Functions.target raises."""
+        """Returns the versions that calls of the function use with this qualifier. Raises the exceptions of
+        Functions.target."""
         resolved = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
         return [Version(each.version, adapter_of(each)) for each in resolved]
 
     async def warm(self, order: WarmOrder) -> WarmReply:
-        """Makes nodes load what is missing, and waits at most ANSWER_SECONDS. Returns the state of all places.
+        """Makes nodes load the adapters that they lack, and waits at most ANSWER_SECONDS. Returns the state of each
+        version on each node.
 
         Raises ServiceError: `unavailable` without nodes, `rate_limited` for too many loads, `conflict` if no node's
         host memory can be used, and the nodes' own error if all of them refuse.
@@ -114,7 +116,8 @@ class Warming:
         return _reply(order, warmed)
 
     async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
-        """Waits until all places are warm, at most `seconds` seconds. Returns what is still not warm; None: all is."""
+        """Waits until all ordered adapters are loaded, at most `seconds` seconds. Returns a text that says which are
+        still not loaded; None if all are."""
         end, problem, pause = monotonic() + seconds, None, LOOK_SECONDS
         while True:
             try:
@@ -133,7 +136,8 @@ class Warming:
             pause = min(2 * pause, MAX_LOOK_SECONDS)
 
     def _load(self, order: WarmOrder, nodes: NodeTable, places: Sequence[Place]) -> dict[Key, asyncio.Task[Moved]]:
-        """Orders missing adapters from nodes. Returns the pending answer of each one that is not on its device yet.
+        """Orders nodes to load the adapters that are not on their devices yet. Returns a task per adapter, whose result
+        is the node's answer.
 
         Raises ServiceError `rate_limited` for too many loads.
         """
@@ -172,7 +176,7 @@ def _tier(nodes: NodeTable, version: Version, node: NodeRecord) -> HeldTier:
 
 
 def _raise_refusal(answers: Iterable[asyncio.Task[Moved]], places: int) -> None:
-    """Raises the first node's error if all nodes failed."""
+    """Raises the first error of a node if all nodes failed."""
     ended = (answer for answer in answers if answer.done() and not answer.cancelled())
     failures = [failure for answer in ended if (failure := answer.exception()) is not None]
     if len(failures) == places:

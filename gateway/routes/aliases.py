@@ -31,7 +31,8 @@ VersionText = Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$")]
 
 
 class AliasTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exactly one of `version` and `weights`. Weights are version -> share of the calls; they sum to 1."""
+    """Target of an alias: exactly one of `version` and `weights`. `weights` maps each version to its share of the
+    calls; the shares sum to 1."""
 
     version: VersionNumber | None = None
     weights: (
@@ -41,13 +42,13 @@ class AliasTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The alias to point to what it pointed to before."""
+    """Request to point an alias to its previous target again."""
 
     alias: str = "latest"
 
 
 class AliasPast(msgspec.Struct, frozen=True):
-    """A target that the alias had."""
+    """Earlier target of an alias, which it had from `since` on."""
 
     version: int | None
     weights: dict[str, float]
@@ -56,7 +57,7 @@ class AliasPast(msgspec.Struct, frozen=True):
 
 
 class AliasReply(msgspec.Struct, frozen=True):
-    """The target of an alias. `version` is null while it splits its calls."""
+    """Current target of an alias. `version` is null while the alias splits its calls between several versions."""
 
     function: str
     alias: str
@@ -71,7 +72,7 @@ class AliasReply(msgspec.Struct, frozen=True):
     history: list[AliasPast]
     """Earlier targets, the latest first."""
     warnings: list[str] = []
-    """Warnings about versions that were not warm when the alias was moved."""
+    """Warnings about versions that no node had loaded yet when the alias was moved."""
 
 
 @routes.tenant(

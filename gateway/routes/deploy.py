@@ -1,4 +1,5 @@
-"""POST /deploy/{name}: creates a version of a function from an adapter's files."""
+"""POST /deploy/{name}: creates a version of a function from an adapter's files, which are uploaded or copied from a
+source."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ ADAPTER_FORM = {
 
 
 class DeploySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A deploy from a place that the operator allows."""
+    """Request to deploy an adapter's files from a location that the operator allows."""
 
     source: Annotated[str, Meta(min_length=1, max_length=2048)]
     policy: dict[str, Any] | None = None
@@ -53,7 +54,8 @@ class DeploySource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeployReply(msgspec.Struct, frozen=True):
-    """`version` is null in a dry run."""
+    """Result of a deploy. `version` is null after a dry run, which stores nothing. `ranks` and `targets` are the
+    adapter's ranks and target modules. `bytes` is its size."""
 
     function: str
     version: int | None
@@ -162,7 +164,7 @@ async def _reply(catalog: Catalog, deployment: Deployment, problems: Sequence[st
 
 
 async def _room_warnings(catalog: Catalog, deployment: Deployment) -> list[str]:
-    """Returns a warning if every known node would refuse calls of the adapter with status 413.
+    """Returns a warning if all known nodes would refuse calls of the adapter with status 413; otherwise an empty list.
 
     Nodes store adapters in their own dtype with some padding. So an adapter that barely fits may be refused without a
     warning, but there is no warning about an adapter that will be served.

@@ -94,7 +94,7 @@ async def delete_file(request: Request, calls: Calls, tenant: str) -> Response:
 async def _check_tenant(calls: Calls, tenant: str, record: FileRecord) -> None:
     """Removes the file if its tenant was deleted during the upload, and then raises NotFound.
 
-    Otherwise a new tenant of the same name would see it.
+    If the file stayed, a new tenant of the same name would see it.
     """
     try:
         await calls.callers.account(tenant)

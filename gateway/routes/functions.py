@@ -29,8 +29,8 @@ MAX_PAGE = 1000
 
 
 class Residency(msgspec.Struct, frozen=True):
-    """A place of a version: node and tier. Known of versions that the tenant has called since the gateway started, or
-    has provisioned."""
+    """Memory tier of a node that holds a version. Only versions are listed that the tenant has provisioned, or has
+    called since the gateway started."""
 
     version: int
     node: str
@@ -42,8 +42,8 @@ class FunctionItem(msgspec.Struct, frozen=True):
     versions: list[int]
     aliases: dict[str, int | dict[str, float]]
     ranks: list[int]
-    """Ranks of the version to which `latest` points, like `bytes`. If there are several, the one with the largest
-    share."""
+    """Ranks of the version to which `latest` points. `bytes` is the size of the same version. If `latest` splits its
+    calls, the version with the largest share is used."""
     bytes: int
     residency: list[Residency]
     error: str | None = None
@@ -53,7 +53,7 @@ class FunctionItem(msgspec.Struct, frozen=True):
 class FunctionList(msgspec.Struct, frozen=True):
     functions: list[FunctionItem]
     next: str | None
-    """Value of `after` for the next page; null: this is the last one."""
+    """Value of the parameter `after` for the next page; null on the last page."""
 
 
 class VersionItem(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class VersionItem(msgspec.Struct, frozen=True):
 
 
 class VersionReply(msgspec.Struct, frozen=True):
-    """A version's manifest."""
+    """Description of a version, from the manifest of its adapter."""
 
     function: str
     version: int
@@ -83,7 +83,7 @@ class VersionReply(msgspec.Struct, frozen=True):
     created: float
     """Unix time."""
     source: str | None = None
-    """Place from which the files were copied; null if they were uploaded."""
+    """Location from which the files were copied; null if they were uploaded."""
 
 
 class VersionList(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class VersionList(msgspec.Struct, frozen=True):
 
 
 class LastHour(msgspec.Struct, frozen=True):
-    """Counts of the function in the last 60 minutes, on this gateway."""
+    """Counts of the function's calls in the last 60 minutes, on this gateway."""
 
     invocations: int
     failures: int
@@ -253,7 +253,7 @@ def _aliases(record: FunctionRecord) -> dict[str, int | dict[str, float]]:
 
 
 def _called(catalog: Catalog, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
-    """Returns the versions whose residency the tenant may see: those that it has run or provisioned.
+    """Returns the versions whose residency the tenant may see: those that the tenant has run or provisioned.
 
     The residency of other adapters would reveal another tenant's use of them.
     """

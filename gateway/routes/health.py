@@ -60,7 +60,7 @@ async def readyz(request: Request) -> Response:
 
 
 async def _store(nodes: Nodes) -> Check:
-    """Checks the registry. A read-only store is reported, but counts as ready.
+    """Returns the check of the registry. A read-only registry is reported as a problem, but counts as ready.
 
     Calls are still served from it, and taking the gateway out of service would end them.
     """
@@ -74,7 +74,7 @@ async def _store(nodes: Nodes) -> Check:
 
 
 def _cluster(nodes: Nodes) -> Check:
-    """Checks the cluster state. A stale state is reported, but counts as ready.
+    """Returns the check of the cluster state. A stale state is reported as a problem, but counts as ready.
 
     Calls are still served from it, and taking the gateway out of service would cause an outage.
     """

@@ -42,9 +42,10 @@ NODE_ERRORS = (502, 504)
 
 
 class NodeItem(msgspec.Struct, frozen=True):
-    """A node as the scheduler sees it. `age`: seconds since the node's last record. `reserved`: places that it has not
-    acknowledged yet. `circuit`: whether the gateway worker that answers can reach it (`half_open`: one request may
-    try)."""
+    """A node as the scheduler sees it. `record` is the latest report of the node, which arrived `age` seconds ago.
+    `reserved` is the number of places reserved for requests that this record does not include yet. `circuit` is `open`
+    if the gateway worker that answers can't reach the node. It is `half_open` while a single request may test the
+    connection."""
 
     record: dict[str, Any]
     reserved: int
@@ -57,21 +58,22 @@ class NodeList(msgspec.Struct, frozen=True):
 
 
 class AdapterRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An adapter, by exactly one of the two: a `function` (also `name:alias` or `name:version`) of the tenant that
-    `x-garnish-tenant` names, or a version's `digest`."""
+    """Reference to an adapter, by exactly one of `function` and `digest`. `function` is `name`, `name:alias` or
+    `name:version`, and belongs to the tenant in the header `x-garnish-tenant`. `digest` is the digest of a version's
+    adapter."""
 
     function: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$", max_length=64)] | None = None
 
 
 class NodeAdapter(msgspec.Struct, frozen=True):
-    """An adapter on a node."""
+    """An adapter on a node, with its tier and its use."""
 
     digest: str
     tier: HeldTier
     """Fastest tier that contains the complete adapter; `absent`: it is being fetched from the registry."""
     bytes: int
-    """Size in bytes in memory, or of its file on disk; 0: not known yet."""
+    """Size in memory, or of its file on disk, in bytes; 0 if the size is not known yet."""
     ranks: list[int]
     """Ranks of its projections, without duplicates. Empty if it is on disk only."""
     in_use: int
@@ -86,11 +88,11 @@ class NodeAdapters(msgspec.Struct, frozen=True):
     node: str
     adapters: list[NodeAdapter]
     unnamed: int
-    """Number of further adapters, which are on disk only."""
+    """Number of further adapters on the node, which are not listed. They are on disk only."""
 
 
 class MovedReply(msgspec.Struct, frozen=True):
-    """The result of a move. `tier`: where the adapter is now; null while its load continues."""
+    """Result of a prefetch or an eviction. `tier` is the adapter's tier now; null while its load continues."""
 
     node: str
     digest: str
@@ -166,7 +168,7 @@ async def undrain_node(request: Request, nodes: Nodes) -> Response:
 
 
 async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
-    """Starts or ends the draining of a node. Returns the node's new state.
+    """Starts or ends the draining of a node. Returns a response with the node's new state.
 
     The node itself refuses calls from then on. Its new record is published here, so that no call is sent to it and
     refused.
@@ -185,7 +187,8 @@ async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
 
 
 async def _node(nodes: Nodes, request: Request) -> NodeRecord:
-    """Returns the record of the node in the path. Raises NotFound. The id is only compared."""
+    """Returns the record of the node in the request's path. Raises NotFound. The id from the path is only compared with
+    known ids."""
     node_id = request.path_params["id"]
     for view in await nodes.cluster.nodes():
         if view.record.id == node_id:

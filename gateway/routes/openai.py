@@ -30,7 +30,7 @@ routes = Routes(Calls)
 
 PAGE = 1000
 MAX_PAGES = 10
-"""Maximum pages of functions in the list of models, which has no pages in OpenAI's API."""
+"""Maximum pages of functions that are read for the list of models. OpenAI's API returns this list without pages."""
 
 T = TypeVar("T", bound=openai.Shared)
 

@@ -30,24 +30,25 @@ RETRY_AFTER = 1.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Demand of calls over the last ten seconds. Work is in nodes' time, by the nodes' cost models."""
+    """Demand of calls over the last ten seconds. The work of a request is the node time that it takes, by the node's
+    cost model."""
 
     open_requests: int
     queue_wait: float
     """Seconds for which the oldest waiting request has waited; 0 if none waits."""
     demand: float
-    """Work that arrives per second, as a number of nodes."""
+    """Work that arrives per second: the number of nodes that it keeps busy."""
     backlog: float
-    """Work of waiting requests, in seconds of one node."""
+    """Work of waiting requests, in seconds of one node's time."""
     attainment: float | None
     """Fraction of calls with an SLO that attained it; null if there were none."""
 
 
 class Pool(Load, frozen=True, kw_only=True):
     pool: str | None
-    """Name of the pool; null: nodes without a pool."""
+    """Name of the pool; null for all nodes without a pool together."""
     nodes: int
-    """Number of nodes that report."""
+    """Number of nodes of the pool that report."""
     ready: int
 
 
@@ -58,9 +59,9 @@ class PoolList(msgspec.Struct, frozen=True):
     workers: int
     """Number of gateway workers whose counts are included."""
     stale: float | None
-    """Seconds since the gateway's workers were last synchronized; null while they are."""
+    """Seconds since the gateway's workers were last synchronized; null while they are synchronized."""
     autoscaler: str | None
-    """Holder of the autoscaler's lease; null: none, or unknown."""
+    """Name of the holder of the autoscaler's lease; null if there is none, or if it is unknown."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +135,8 @@ def _fields(load: PoolLoad) -> dict[str, Any]:
 
 
 def _occupied(nodes: NodeTable, pool: str) -> float:
-    """Returns the load of the pool's nodes without a measured model, as a number of nodes: requests divided by rows."""
+    """Returns the number of nodes that the requests on the pool's nodes without a measured model occupy. A node counts
+    as its requests divided by its rows."""
     rows = [row for row in nodes.rows() if nodes.live[row] and nodes.record(row).pool == pool]
     shares = [nodes.requests[row] / nodes.capacity[row] for row in rows if not nodes.modelled[row]]
     return float(np.sum(shares)) if shares else 0.0

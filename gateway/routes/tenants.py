@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole of what is to hold; what is absent is not limited or promised."""
+    """All settings of a tenant, which replace the previous ones. Without `limits` nothing is limited, and without `slo`
+    no latency is promised."""
 
     slo: Slo | None = None
     limits: Limits | None = None
@@ -44,7 +45,7 @@ class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyItem(msgspec.Struct, frozen=True):
-    """A key without its text, which only its maker has seen. Times are Unix time."""
+    """An API key without its secret text, which is shown only when the key is created. Times are Unix time."""
 
     key_id: str
     created: float
@@ -52,15 +53,15 @@ class KeyItem(msgspec.Struct, frozen=True):
 
 
 class Attainment(msgspec.Struct, frozen=True):
-    """Shares of the calls that ended in a window, as all gateway workers saw them; null where there was
-    none, or nothing was promised."""
+    """SLO attainment of the calls that ended in the last `window_seconds`, counted by all gateway workers. `ttft` and
+    `tpot` are the fractions of calls that attained this target. A fraction is null if no call had the target."""
 
     window_seconds: int
     calls: int
     ttft: float | None
     tpot: float | None
     all: float | None
-    """Fraction of the calls that attained all of their targets."""
+    """Fraction of the calls that attained all of their targets; null if no call had one."""
 
 
 class TenantReply(msgspec.Struct, frozen=True):
@@ -71,14 +72,14 @@ class TenantReply(msgspec.Struct, frozen=True):
     webhook_hosts: list[str]
     file_bytes: int
     declared: bool
-    """True if serverless.yml declares the tenant; then only its keys can be changed here."""
+    """True if serverless.yml declares the tenant. In that case only its keys can be changed through the API."""
     keys: list[KeyItem]
     attainment: list[Attainment]
     """SLO attainment over the last minute, ten minutes and hour; empty without an SLO."""
 
 
 class NewKeyReply(msgspec.Struct, frozen=True):
-    """`key` is shown this once; the service keeps a hash."""
+    """A new API key. `key` is shown only in this reply, because the service stores a hash of it."""
 
     tenant: str
     key_id: str

@@ -30,8 +30,8 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exactly one of `prompt` and `messages`. All functions of a base have its tokenizer, and some a chat template of
-    their own; without `model` the base is meant."""
+    """Text to tokenize: exactly one of `prompt` and `messages`. All functions use the base model's tokenizer, but some
+    have their own chat template. Without `model` the base model's template is used."""
 
     model: ModelName | None = None
     prompt: schema.Text | None = None
@@ -64,7 +64,7 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 
 Tokenized = tuple[list[int], list[str] | None]
-"""Token ids, and the tokens as the vocabulary writes them (None: not requested)."""
+"""Token ids, and the tokens as the vocabulary writes them; the latter are None if they were not requested."""
 
 
 @routes.tenant(
@@ -110,8 +110,7 @@ Call = TypeVar("Call", TokenizeRequest, DetokenizeRequest)
 
 
 async def _read(request: Request, calls: Calls, tenant: str, kind: type[Call]) -> tuple[Call, str | None]:
-    """Returns the validated body and the model's own chat template (None: none). Raises NotFound for an unknown
-    model."""
+    """Returns the validated body, and the model's own chat template or None. Raises NotFound for an unknown model."""
     call = await read_message(request, calls.config, kind)
     if call.model is None:
         return call, None

@@ -1,4 +1,4 @@
-"""GET /usage: usage by tenant, function, version and hour."""
+"""GET /usage: usage of calls and memory, by tenant, function, version and hour."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ _ABOUT_TIME = "Unix time, or ISO 8601 (UTC where it names no zone); widened to w
 
 
 class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
-    """`cost` is null where the service has no prices."""
+    """Sums of usage over calls, and over the time for which nodes keep adapters in memory. `cost` is null if no prices
+    are configured."""
 
     requests: int
     prompt_tokens: int
     completion_tokens: int
     cold_starts: int
     device_seconds: float = 0.0
-    """Device time of the calls in seconds: their shares of the passes that computed them."""
+    """Device time of the calls in seconds: their shares of the forward passes that computed them."""
     device_gb_seconds: float = 0.0
     """GB-seconds (10^9 bytes for a second) of adapters on devices, without provisioned copies."""
     host_gb_seconds: float = 0.0
@@ -53,7 +54,8 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageRow(UsageSums, frozen=True, kw_only=True):
-    """Sums of one group; what it is not grouped by is null, and so is the base model's version."""
+    """Usage of one group of calls. Fields that are not in `group_by` are null. `version` is also null for the base
+    model."""
 
     tenant: str | None
     function: str | None
@@ -62,7 +64,8 @@ class UsageRow(UsageSums, frozen=True, kw_only=True):
 
 
 class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "to"}):
-    """`from` and `to` are Unix time at whole hours: the time asked for, widened to them."""
+    """Usage between `from` and `to`, in Unix time. Both are whole hours: the requested period is widened to whole
+    hours."""
 
     start: int
     end: int
@@ -108,7 +111,7 @@ def _sums(counts: UsageCounts, prices: Prices | None) -> dict[str, Any]:
 
 
 def _tenant(request: Request, caller: Caller) -> str | None:
-    """Returns the tenant of the query; None: all tenants. Raises ServiceError, NotFound."""
+    """Returns the tenant that the query names; None if it means all tenants. Raises ServiceError, NotFound."""
     parameter, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
     if None not in (parameter, header) and parameter != header:
         raise invalid("tenant", f"{TENANT_HEADER} names another tenant")
@@ -157,7 +160,8 @@ def _span(request: Request, now: float) -> tuple[int, int]:
 
 
 def _time(request: Request, name: str, default: float) -> float:
-    """Returns a query parameter as Unix time. It may be stated as Unix time or in ISO 8601 (UTC without a zone)."""
+    """Returns the query parameter `name` as Unix time, or `default` if it is absent. It may be stated as Unix time or
+    in ISO 8601 (UTC without a zone)."""
     text = request.query_params.get(name)
     if text is None:
         return default

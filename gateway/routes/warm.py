@@ -19,12 +19,12 @@ routes = Routes(Catalog)
 
 
 class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Targets of warming. `version`: a number or an alias; null: `latest`, with all the versions that it splits its
-    calls between."""
+    """Request to load a function's adapters on nodes. `version` is a number or an alias; null means `latest`. If the
+    alias splits its calls, all of its versions are loaded."""
 
     tier: Tier = "device"
     copies: Annotated[int, Meta(ge=1, le=MAX_COPIES)] = 1
-    """Number of nodes for each version; all nodes if there are fewer."""
+    """Number of nodes that load each version. If fewer nodes serve the model, all of them load it."""
     version: Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)] | None = None
 
 

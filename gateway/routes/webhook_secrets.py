@@ -15,7 +15,7 @@ routes = Routes(Admin)
 
 
 class NewSecretReply(msgspec.Struct, frozen=True):
-    """`secret` is shown this once."""
+    """A new webhook secret. `secret` is shown only in this reply."""
 
     tenant: str
     secret_id: str
@@ -24,11 +24,11 @@ class NewSecretReply(msgspec.Struct, frozen=True):
 
 
 class SecretItem(msgspec.Struct, frozen=True):
-    """A secret without its text, which only its maker has seen."""
+    """A webhook secret without its text, which is shown only when the secret is created."""
 
     secret_id: str
     created: float
-    """Unix time."""
+    """Time at which the secret was created, in Unix time."""
 
 
 class SecretsReply(msgspec.Struct, frozen=True):

@@ -10,11 +10,11 @@ from cluster.node_table import ABSENT, STANDARD, NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 ASSUMED_ROWS = 32
-"""Batch size assumed for a node that reports no maximum: Punica's largest batch, in rows."""
+"""Batch size, in rows, that is assumed for a node that reports no maximum. It is Punica's largest batch."""
 
 
 class MostIdle:
-    """Policy that chooses the node with the fewest requests.
+    """Policy that chooses the node with the fewest requests, whether running, waiting or reserved.
 
     Ties go to the node with the adapter in the fastest tier, then to the one with the most free KV memory.
     """

@@ -1,4 +1,5 @@
-"""Cost model: what a request would add to each node, and its forecast times there. Policies decide by these.
+"""Cost model: the time that a request would add to each node's other requests, and the request's own forecast times
+there. Policies decide by these costs.
 
 Toppings' Algorithm 1 weighs what a request adds to prefill and decode:
 
@@ -25,7 +26,7 @@ from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
-"""Values of the column `rank_term`: indices of the two rank terms."""
+"""Values of the node table's column `rank_term`: indices of `max_rank` and `adapter_ranks` in RankTerm."""
 
 
 class Terms(msgspec.Struct, dict=True):
@@ -34,7 +35,7 @@ class Terms(msgspec.Struct, dict=True):
     candidates: np.ndarray
     """i64[C]: rows of the node table."""
     requests: np.ndarray
-    """Number of requests on the node: running, waiting, reserved, and this one."""
+    """f64[C]: number of requests on the node (running, waiting and reserved), including this one."""
     tier: np.ndarray
     """i64[C]: fastest tier that holds the adapter (DEVICE, HOST, DISK or ABSENT). DEVICE for the base model alone."""
     prefill: np.ndarray
@@ -191,7 +192,7 @@ def _on_device(request: PlacementRequest, itemsize: np.ndarray) -> np.ndarray:
 
 
 def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:
-    """Returns i64[N]: the indices in `candidates` of those `rows` that are candidates."""
+    """Returns i64[N]: the indices in `candidates` of the N `rows` that are candidates."""
     wanted_rows = np.fromiter(rows, np.int64, len(rows))
     index = np.minimum(candidates.searchsorted(wanted_rows), candidates.size - 1)
     inside: np.ndarray = index[candidates[index] == wanted_rows]

@@ -23,22 +23,22 @@ TIER_NAMES = {number: name for name, number in TIERS.items()} | {ABSENT: "absent
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A node that was able to serve the request. Times are in seconds, and null where the policy does not use them, or
-    the node has not published a performance model: then nothing is forecast."""
+    """A node that was able to serve the request, with what the policy knew about it. Times are in seconds. A forecast
+    is null if the policy does not use it, or if the node has not published a performance model."""
 
     node: str
     chosen: bool
     age: float | None
-    """Age of the node's record at the time of the decision."""
+    """Age of the node's record at the time of the decision, in seconds."""
     tier: Literal["device", "host", "disk", "absent"]
     """Tier of the adapter, as far as known; `device` for the base model alone."""
     running: int
     queued: int
     reserved: int
-    """Places reserved on the node that its record does not include yet."""
+    """Number of places reserved on the node for requests that its record does not include yet."""
     model: Literal["measured", "assumed"]
-    """`measured`: the node's own performance model is used; `assumed`: that of a mid-size GPU, and no times are
-    shown."""
+    """Performance model of the node. `measured`: the node published its own model. `assumed`: the model of a mid-size
+    GPU is used, and no times are shown."""
     model_problem: str | None
     """Reason why the published model is not used."""
     widened: bool = False
@@ -49,7 +49,7 @@ class Candidate(msgspec.Struct, frozen=True):
     exposed_load: float | None = None
     """Time for which the first token waits for the adapter to load."""
     decode: float | None = None
-    """Time that the request adds to every step."""
+    """Time that the request adds to each decode step."""
     step: float | None = None
     """Duration of a decode step with the request in the batch."""
     wait: float | None = None
@@ -57,9 +57,10 @@ class Candidate(msgspec.Struct, frozen=True):
     ttft: float | None = None
     """Time from the request's placement to its first token."""
     spreading: float | None = None
-    """Cost of one more copy of the adapter, charged for this request and for each one on the node."""
+    """Time to reload what one more copy of the adapter displaces. The total counts it once for this request and once
+    for each request on the node."""
     total: float | None = None
-    """Total cost; the lowest wins. Null where it is infinite, see `broken`."""
+    """Total cost; the lowest wins. Null if it is infinite, because the SLO targets in `broken` would be violated."""
     broken: list[str] = []
     """SLO targets that this choice would violate."""
 
@@ -74,9 +75,9 @@ class Decision(msgspec.Struct, frozen=True):
     """Unix time of the decision."""
     took: float
     tries: int
-    """Number of choices made. A choice is repeated when another request takes the chosen place first."""
+    """Number of times that the policy chose. It chooses again if another request takes the chosen place first."""
     excluded: list[str]
-    """Nodes on which this request has already failed."""
+    """Ids of the nodes on which this request has already failed."""
     prompt_tokens: int
     max_tokens: int
     expected_tokens: float
@@ -90,7 +91,7 @@ class Decision(msgspec.Struct, frozen=True):
     tpot: float | None
     candidates: list[Candidate]
     more: int
-    """Number of further candidates."""
+    """Number of further candidates that are not listed."""
 
 
 ONLY = np.zeros(1, np.int64)
@@ -107,7 +108,7 @@ class Snapshot(msgspec.Struct):
     problems: list[str | None]
     widened: list[bool]
     values: np.ndarray
-    """f64[FIELDS, candidates]; NaN: unknown."""
+    """f64[number of FIELDS, number of candidates]: values of the fields; NaN if unknown."""
     chosen: int | None
     """Index of the chosen candidate in `nodes`."""
     more: int

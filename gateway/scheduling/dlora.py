@@ -15,7 +15,7 @@ from gateway.scheduling.baselines import MostIdle
 PERIOD = 1.0
 """Interval between two rounds of migrations, in seconds."""
 MIN_GAP, RUNNING_GAP = 2, 6
-"""Minimum difference in requests between two nodes for a waiting request, or a running one, to migrate."""
+"""Minimum difference between two nodes' numbers of requests at which a waiting request, or a running one, migrates."""
 
 
 class Movable(NamedTuple):

@@ -19,7 +19,8 @@ _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1C
 
 
 class HomeNodes:
-    """Home nodes among the nodes that serve a base model now. Create it again after these nodes may have changed."""
+    """Home nodes among the nodes that serve a base model now. The object does not follow changes of these nodes, so
+    create a new one for each use."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._nodes = nodes
@@ -45,7 +46,7 @@ class HomeNodes:
 
 
 def _mixed(salts: np.ndarray, seed: int) -> np.ndarray:
-    """Returns u64[N]: splitmix64 of each salt XOR the seed."""
+    """Returns u64[N]: the splitmix64 hash of each of the N salts XOR the seed."""
     mixed = (salts ^ np.uint64(seed)) + _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

@@ -6,10 +6,11 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 MEMORY = 20
-"""Number of answers in a mean. The first MEMORY answers weigh equally; each later one has the weight 1/MEMORY."""
+"""Number of answers over which a mean is taken. The first MEMORY answers weigh equally; each later one has the weight 1
+/ MEMORY."""
 SPREAD_MEMORY = 1000
-"""Number of answers in the means that measure the spread of lengths. It is larger because very short answers are rare
-and weigh much."""
+"""Number of answers over which the means are taken that measure the spread of lengths. It is larger because very short
+answers are rare and weigh much."""
 MAX_FUNCTIONS = 65_536
 MAX_TENANTS = 8_192
 

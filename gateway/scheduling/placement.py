@@ -17,7 +17,7 @@ from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
 
 RETRY_AFTER = 1.0
-"""Default Retry-After in seconds: by then a place may be free, or a node may have started."""
+"""Default Retry-After in seconds. After that time a place may be free, or a node may have started."""
 ATTEMPTS = 4
 """Maximum attempts to place one request. An attempt fails if other requests take the place or change the node first."""
 
@@ -29,13 +29,14 @@ class Placed(msgspec.Struct, frozen=True):
     epoch: str
     url: str
     forecast: float | None = None
-    """Forecast seconds from now to the first token; None if the policy or the node has no forecast."""
+    """Forecast seconds from the placement to the first token; None if the policy or the node has no forecast."""
     pool: str = ""
     """Pool of the node."""
     work: float | None = None
-    """Node time that the request takes, in seconds (gateway.scheduling.work); None: not measured."""
+    """Node time that the request takes, in seconds (gateway.scheduling.work); None if the node has no measured
+    model."""
     number: int = 0
-    """Number of the reservation. The node repeats it in its record once the request has arrived."""
+    """Number of the reservation. The node's records include it once the request has arrived there."""
 
 
 class Trace(msgspec.Struct):

@@ -28,7 +28,8 @@ from gateway.scheduling.request import PlacementRequest
 RETRY_BOUNDS = (1.0, 30.0)
 """Minimum and maximum of Retry-After, in seconds. A forecast further ahead than a batch's answers is unreliable."""
 PATIENCE = 60.0
-"""Seconds for which a node's model must be inaccurate before the node is widened."""
+"""Seconds for which a node's model must be inaccurate before the node is widened, so that its forecasts refuse no
+request."""
 EVERY = 1.0
 """Seconds between two checks of the nodes' models."""
 
@@ -113,8 +114,8 @@ def _retry_after(costs: Terms, later: np.ndarray) -> float:
 
 
 class Widening:
-    """Nodes whose performance model has been inaccurate for a while: their forecasts refuse no request until it is
-    accurate again.
+    """Widened nodes: their performance model has been inaccurate for PATIENCE seconds. Their forecasts refuse no
+    request until the model is accurate again.
 
     Each node reports the ratio of its latest passes to what its model forecasts (`forecast_ratio`). A request that no
     node could serve in time is refused at once on the strength of forecasts alone. With wrong forecasts it would be
@@ -149,7 +150,7 @@ class Widening:
         self._widened = widened
 
     def widened(self, nodes: NodeTable, candidates: np.ndarray) -> np.ndarray:
-        """Returns bool[C]: whether each candidate is widened."""
+        """Returns bool[C]: whether each of the C candidates is widened."""
         if not self._widened:
             return np.zeros(candidates.size, np.bool_)
         return np.array([nodes.ids[row] in self._widened for row in candidates.tolist()])

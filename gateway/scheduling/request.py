@@ -18,16 +18,18 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     adapter_bytes: int
     """Size of the adapter's file in bytes, with elements of `adapter_itemsize` bytes."""
     expected_tokens: float = 0.0
-    """Expected tokens of the answer, learned from the function's answers. 0: unknown, half of `max_tokens` is used."""
+    """Expected number of tokens in the answer, learned from the function's answers. The value 0 means unknown; then
+    half of `max_tokens` is used."""
     expected_inverse: float = 0.0
-    """Expected value of 1 / tokens of the answer: the weight of TTFT in the time per token. 0: unknown, 1 /
-    `answer_tokens` is used."""
+    """Expected value of 1 / (tokens in the answer), which is the weight of TTFT in the time per token. The value 0
+    means unknown; then 1 / `answer_tokens` is used."""
     typical_tokens: float = 0.0
-    """Mean tokens of all answers on this gateway. 0: unknown, `answer_tokens` is used."""
+    """Mean number of tokens in all answers on this gateway. The value 0 means unknown; then `answer_tokens` is used."""
     ttft: float | None = None
-    """TTFT target; None: no target."""
+    """TTFT target; None if the request has none."""
     adapter_itemsize: int = 0
-    """Bytes per element in the adapter's file. 0: unknown, then nodes are assumed to keep the file's size."""
+    """Bytes per element in the adapter's file. The value 0 means unknown; then the adapter is assumed to have its
+    file's size on nodes."""
 
     @property
     def answer_tokens(self) -> float:

@@ -1,4 +1,4 @@
-"""Exact implementation of Algorithm 1 of Toppings, for comparison.
+"""Exact implementation of Algorithm 1 of the Toppings paper, for comparison.
 
     total = (d_prefill / average response length + d_decode [+ penalty where decode(there + request) > SLO])
             * (running + waiting)

@@ -9,7 +9,7 @@ from cluster.node_table import NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 RATIO = (0.1, 10.0)
-"""Bounds to which a node's ratio of observed to forecast time is clipped."""
+"""Minimum and maximum to which a node's ratio of observed to forecast time is clipped."""
 
 
 def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:

@@ -15,7 +15,7 @@ from gateway.usage.counts import UsageCounts
 class Cell(NamedTuple):
     hour: str
     source: str
-    """Part of the journal that counted the cell: `<gateway>-<part>`."""
+    """Source that counted the cell, as `<gateway>-<part>`: a part of one gateway's journal."""
     function: str
     version: str
 

@@ -47,7 +47,7 @@ CLOSED_SECONDS = 600.0
 last time."""
 QUIET_SECONDS = 60.0
 PAGE = 128
-"""Maximum objects merged in one step, so that a step is short even with a slow store."""
+"""Maximum objects that are merged at once, so that this takes a short time even with a slow store."""
 MAX_BYTES = 4 << 20
 """Maximum bytes of a merged object that still gets cells. Further cells go into another object of the same day or
 month."""
@@ -68,7 +68,7 @@ class UsageCompaction:
         self._pending: list[str] = []
         """Listed tenants of this round that are still to be compacted."""
         self._after = ""
-        """Last listed tenant of this round."""
+        """Name of the last tenant that was listed in this round."""
         self._next_round = 0.0
 
     async def run(self, tick: Tick) -> None:
@@ -117,7 +117,7 @@ class _Compactor:
         self._tick = tick
         self._hours, self._days, self._months = usage_folder(tenant), days_folder(tenant), months_folder(tenant)
         self._open = hour_name(now - CLOSED_SECONDS)
-        """First hour that is still open."""
+        """Name of the first hour that is not closed yet."""
         self._quiet = now - QUIET_SECONDS
 
     def run(self) -> None:

@@ -31,7 +31,7 @@ class JournalError(Exception):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """Line of a log: one call."""
+    """Line of a log, which records one call."""
 
     tenant: str
     hour: str
@@ -50,7 +50,8 @@ class Sums(msgspec.Struct):
     tenant: str
     hour: str
     part: int
-    """Number that distinguishes the objects of one hour, so that new sums never overwrite forgotten ones."""
+    """Number that distinguishes this gateway's objects of one hour. So new sums never overwrite sums that the gateway
+    has written and forgotten."""
     functions: Functions
     changes: int = 0
     flushed: int = 0

@@ -23,7 +23,8 @@ from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0
-"""Seconds for the last flush when the gateway stops. What it misses stays in the journal for the next start."""
+"""Maximum seconds of the last flush when the gateway stops. Sums that it does not write stay in the journal until the
+next start."""
 MAX_WRITES = 200
 """Maximum objects written in one flush; the others wait for the next."""
 LATE_SECONDS = 300.0
@@ -53,7 +54,7 @@ class UsageLedger:
         self._open: dict[tuple[str, str], Sums] = {}
         """Sums to which calls are added, by tenant and hour."""
         self._unwritten = False
-        """True if the journal lacks lines."""
+        """True if the journal lacks lines of calls that the sums include."""
         self.away = False
         """True if the latest write to the registry failed."""
 

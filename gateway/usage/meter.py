@@ -1,4 +1,4 @@
-"""Meters the usage of one call, over all its choices."""
+"""Meters the usage of one call: the sum over all its choices."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def months_folder(tenant: str) -> str:
 
 
 def day_key(folder: str, day: str) -> str:
-    """Returns a new, unique key for a day's object, so that a late removal can't hit a newer object."""
+    """Returns a new, unique key for a day's object. Since keys are not reused, a late removal can't hit a newer
+    object."""
     return f"{folder}{day}-{secrets.token_hex(8)}.json"
 
 

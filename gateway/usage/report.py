@@ -26,7 +26,7 @@ from gateway.usage.objects import (
 READERS = 8
 MAX_ROWS = 20_000
 LAST = "~"
-"""Character that is greater than each character of a key."""
+"""Character that sorts after each character of a key."""
 
 Group = Literal["tenant", "function", "version", "hour"]
 GROUPS: tuple[Group, ...] = ("tenant", "function", "version", "hour")
@@ -112,7 +112,7 @@ def read_usage(
 
 
 def _keys(store: ObjectStore, folder: str, low: str, high: str) -> Sequence[str]:
-    """Returns the folder's keys whose names are between `low` and `high`."""
+    """Returns the folder's keys whose names are between `low` and `high`, both exclusive."""
     return [info.key for page in pages(store.list, folder, low, high, MAX_LIST) for info in page]
 
 

@@ -23,8 +23,8 @@ from gateway.usage.counts import UsageCounts
 
 METER_SECONDS = 10.0
 LONGEST_GAP = 60.0
-"""Longest time between two readings that is counted, in seconds. In a longer one another worker may have led and
-counted."""
+"""Maximum seconds between two readings for which adapters are counted. In a longer time another worker may have led and
+counted them."""
 MAX_DIGESTS = 40_000
 """Maximum digests whose owners are remembered; the least recently named digest is forgotten."""
 MAX_OWNERS = 16
@@ -34,7 +34,7 @@ MAX_LOOKUPS = 32
 GB = 1e9
 TIERS = ("device", "host")
 TOGETHER = 256
-"""Counts made between two pauses for the event loop."""
+"""Number of counts made between two pauses that let the event loop run."""
 
 Owner = tuple[str, str]
 """Tenant and function."""
@@ -46,7 +46,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, dict[Owner, str | None]] = OrderedDict()
-        """Owners by digest, each with its version; None: version not known yet."""
+        """Owners of each digest, with the owner's version that uses it; None if this version is not known yet."""
         self._digests: dict[Owner, set[str]] = {}
         self.unknown: dict[Owner, None] = {}
         """Owners whose versions are to be looked up, oldest first."""
@@ -95,8 +95,8 @@ class Owners:
 class ResidentMeter:
     """Leader's meter of adapters in memory.
 
-    `pinned` returns, by node, the tier in which each digest is provisioned. `count`: the ledger's `add`. `clock`:
-    monotonic seconds.
+    `pinned` returns, by node id and digest, the tier in which an adapter is provisioned. `count`: the ledger's `add`.
+    `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ResidentMeter:
         return Job("residents", self.measure, METER_SECONDS, "nodes")
 
     async def measure(self, tick: Tick) -> None:
-        """Counts the adapters in memory for the time since the last reading."""
+        """Reads which adapters nodes hold, and counts each for the time since the last reading."""
         for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
             tick.check()
             await self._learn(owner)
@@ -136,7 +136,8 @@ class ResidentMeter:
             tick.work += 1
 
     async def _learn(self, owner: Owner) -> None:
-        """Looks up the versions of the owner's function. Nothing changes while the registry is unavailable."""
+        """Looks up the versions of the owner's function, and stores them. Does nothing while the registry is
+        unavailable."""
         try:
             record = await self._threads.read(self._registry.function, *owner)
         except (StoreUnavailable, CorruptRecord):

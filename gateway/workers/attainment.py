@@ -19,7 +19,8 @@ PROMISES: tuple[Promise, ...] = ("ttft", "tpot", "all")
 
 
 class Kept(Sums):
-    """Counts of completed calls with an SLO, by target, and of those that attained it (`held_...`)."""
+    """Counts of completed calls with an SLO. `ttft`, `tpot` and `all` count calls with this target, and `held_...`
+    those that attained it."""
 
     calls: int = 0
     ttft: int = 0

@@ -20,19 +20,19 @@ class CalledDigests:
     """
 
     on_first: Callable[[str, str], None] = lambda *_: None
-    """Called with tenant and digest when `run` records a digest for the first time."""
+    """Function that is called with tenant and digest when `run` records a digest for the first time."""
     max_tenants: int = MAX_TENANTS
     max_digests: int = MAX_DIGESTS
     _digests: OrderedDict[str, OrderedDict[str, None]] = field(default_factory=OrderedDict, init=False)
 
     def run(self, tenant: str, digest: str) -> None:
-        """Records that the tenant runs the adapter on this worker."""
+        """Records that a call on this worker runs the adapter for the tenant."""
         if not self.has(tenant, digest):
             self.on_first(tenant, digest)
         self.record(tenant, digest)
 
     def record(self, tenant: str, digest: str) -> None:
-        """Records that the tenant runs the adapter on any worker."""
+        """Records that the tenant has run the adapter, here or on another worker."""
         digests = self._digests.setdefault(tenant, OrderedDict())
         self._digests.move_to_end(tenant)
         digests[digest] = None

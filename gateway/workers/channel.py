@@ -22,9 +22,9 @@ from cluster.redis_link import RedisAway, RedisLink
 from gateway.background import background
 
 MAX_WAITING = 10_000
-"""Maximum messages that wait; beyond that the oldest is dropped."""
+"""Maximum messages that wait to be sent; beyond that the oldest is dropped."""
 MAX_TOGETHER = 200
-"""Maximum messages sent together."""
+"""Maximum messages that are sent to Redis in one request."""
 LINK_SECONDS = 1.0
 """Maximum seconds to wait for Redis before sending is tried again."""
 ANSWER_SECONDS = 0.5
@@ -36,7 +36,7 @@ log = logging.getLogger("gateway")
 
 
 class Channel(Generic[M]):
-    """Channel of one worker. Without a link there are no other workers."""
+    """Channel of one worker. Without a link to Redis there are no other workers."""
 
     def __init__(self, link: RedisLink | None, name: str, messages: Any, max_waiting: int = MAX_WAITING) -> None:
         """`messages`: union of the message types. At most `max_waiting` messages wait."""
@@ -51,7 +51,7 @@ class Channel(Generic[M]):
 
     @property
     def is_up(self) -> bool:
-        """Returns whether messages are sent without delay."""
+        """Returns whether messages are sent without delay, because Redis is available."""
         return self._link is not None and self._link.is_up
 
     def publish(self, message: M) -> None:
@@ -62,7 +62,7 @@ class Channel(Generic[M]):
     async def ask(self, question: Callable[[str], M]) -> bytes | None:
         """Publishes a query and returns its answer; None if no worker answers.
 
-        `question` returns the message for a query number, which the answer repeats.
+        `question` gets a query number and returns the message. The answer repeats this number.
         """
         if not self.is_up:
             return None

@@ -34,7 +34,7 @@ OF_TROUBLE = (
     ("slow_link", "link_slow", "1: the link to the GPU is slower than it should be"),
     ("problem", "unwatched", "1: NVML fails or hangs"),
 )
-"""Text fields of GpuFacts; the metric is 1 if the text is not empty."""
+"""Text fields of GpuFacts that report a problem. The metric of such a field is 1 if the text is not empty."""
 
 
 def gpu_metrics(views: Sequence[NodeView]) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ MAX_FUNCTIONS = 2000
 
 
 class Counts(Sums):
-    """Counts of calls over a period."""
+    """Counts of a function's calls in one slice or window."""
 
     invocations: int = 0
     failures: int = 0
@@ -23,7 +23,7 @@ class Counts(Sums):
 
 
 class LastHour(SlidingSums[Counts]):
-    """Counts by tenant and function. `clock`: monotonic seconds."""
+    """Counts of calls by tenant and function. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock, "hour", Counts, seconds=60, windows=(MINUTES,), max_names=MAX_FUNCTIONS)

@@ -25,7 +25,7 @@ from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 MAX_LABELS = 200
-"""Maximum distinct tenants, and functions, with a label; later ones share the label `other`."""
+"""Maximum distinct values of one label, such as the tenant or the function. Later values are replaced by `other`."""
 
 DECISION_SECONDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -163,7 +163,7 @@ class Metrics:
     ) -> bytes:
         """Returns the Prometheus text of all workers, of the nodes, and of SLO attainment by tenant and window.
 
-        `stale`: seconds for which the cluster state is outdated; None: it is current.
+        `stale`: seconds for which the cluster state has been outdated; None if it is current.
         """
         counted, gauges, views = self.registry, CollectorRegistry(), list(nodes)
         if MULTIPROCESS in os.environ:

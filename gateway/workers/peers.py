@@ -11,7 +11,7 @@ from gateway.workers.channel import Channel
 
 
 class FunctionChanged(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
-    """Invalidates all cached data of a function."""
+    """Notice that a function has changed. Receivers forget all cached data of it."""
 
     tenant: str
     function: str
@@ -28,19 +28,19 @@ class CallsRevoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
     function: str
     reason: str
     id: str = ""
-    """Deduplication id, because the same message may also arrive through the registry. Empty: from an earlier
-    release."""
+    """Id of the revocation, by which duplicates are ignored: the same message may also arrive through the registry.
+    Empty if the sender has an earlier release."""
 
 
 class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
-    """Notice that a tenant has run this adapter, for the first time as far as the sender knows."""
+    """Notice that a tenant has run an adapter, for the first time as far as the sender knows."""
 
     tenant: str
     digest: str
 
 
 class ExplanationAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """Query for the routing of a call. `tenant`: owner of the call; None: any."""
+    """Query for the routing of a call. `tenant`: owner of the call; None means any tenant."""
 
     number: str
     call: str

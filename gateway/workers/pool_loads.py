@@ -22,7 +22,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
     """
 
     pool: str | None
-    """Name of the pool; empty: nodes without a pool; None: requests that no node could take."""
+    """Name of the pool. It is empty for nodes without a pool, and None for requests that no node could take."""
     open: int = 0
     queue_wait: float = 0.0
     """Seconds for which the oldest waiting request has waited."""
@@ -42,7 +42,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
 
     @property
     def demand(self) -> float:
-        """Returns the work that arrives per second, which is a number of nodes."""
+        """Returns the work that arrives per second: the number of nodes that it keeps busy."""
         return self.arrived / WINDOW
 
     @property
@@ -57,12 +57,12 @@ class _Pool:
         self.slices: deque[tuple[int, PoolLoad]] = deque()
 
     def forget(self, second: int) -> None:
-        """Removes the slices that are older than the window."""
+        """Removes the counts of seconds before the window. `second`: the current one."""
         while self.slices and self.slices[0][0] <= second - WINDOW:
             self.slices.popleft()
 
     def now(self, second: int) -> PoolLoad:
-        """Returns the slice of the current second."""
+        """Returns the counts of the current second."""
         self.forget(second)
         if not self.slices or self.slices[-1][0] != second:
             self.slices.append((second, PoolLoad(None)))
@@ -70,7 +70,7 @@ class _Pool:
 
 
 class QueueSample:
-    """Request in the pools' loads, from its first wait to its end."""
+    """Entry of one request in the pools' loads. It lasts from the request's first wait to its end."""
 
     def __init__(self, loads: PoolLoads, since: float) -> None:
         self._loads = loads
@@ -80,8 +80,8 @@ class QueueSample:
         self._there = self._counted = self._unplaced = False
 
     def wait(self, pool: str | None, work: float | None) -> None:
-        """Records that the request waits for a node of the pool (None: for any node). May be called again with another
-        pool."""
+        """Records that the request waits for a node of the pool; None means any node. `work`: node time of the request
+        in seconds. May be called again with another pool."""
         self.end()
         if self._unplaced and pool is not None:
             self.since = self._loads.clock()  # waiting for a first node must not count as overload of that node

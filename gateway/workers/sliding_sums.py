@@ -1,4 +1,5 @@
-"""Sums of this gateway worker's counts, by name, over sliding windows made of time slices."""
+"""Sums of this gateway worker's counts over sliding windows. They are kept by name (a tenant's or a function's) and by
+time slice."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class SlidingSums(Generic[Sum]):
                 self._unreported.setdefault(at, {})[name] = msgspec.structs.replace(counts)
 
     def take_unreported(self, limit: int) -> list[tuple[str, int, Sum]]:
-        """Returns up to `limit` unreported sums as (name, slice, sum), and marks them as reported."""
+        """Returns up to `limit` unreported sums as (name, number of the slice, sum), and marks them as reported."""
         unreported: list[tuple[str, int, Sum]] = []
         while self._unreported and len(unreported) < limit:
             at, sums = next(iter(self._unreported.items()))
@@ -85,7 +86,7 @@ class SlidingSums(Generic[Sum]):
         return {name: self.of(name) for name in self._slices}
 
     def age(self, at: int) -> float:
-        """Returns the seconds since the slice `at` ended."""
+        """Returns the seconds since the slice with the number `at` ended."""
         return max(0.0, self._clock() - (at + 1) * self.seconds)
 
     def _forget(self, slices: dict[int, Any], now: int) -> None:

@@ -31,13 +31,14 @@ LOAD_SECONDS = 5.0
 """Seconds for which a worker's report of the pools' loads is valid."""
 SUMS_TOGETHER = 500
 SLICES_TOGETHER = 30
-"""Maximum slices per script; a longer script would delay the reservation of places."""
+"""Maximum slices that one Redis script handles. A longer script would delay the reservation of places."""
 
 AWAY = (RedisAway, TimeoutError)
 
 
 class Windows:
-    """Windows of one worker. Without a link there are no other workers."""
+    """Sums over all workers, as one worker reports and reads them. Without a link to Redis there are no other
+    workers."""
 
     def __init__(self, link: RedisLink | None, hour: LastHour, attainment: Attainment, loads: PoolLoads) -> None:
         self._link, self._hour, self._attainment, self._loads = link, hour, attainment, loads
@@ -47,7 +48,7 @@ class Windows:
         """Batch of counts to report. It is sent under `_number` until Redis answers, and Redis counts each number
         once."""
         self._all = True
-        """True if the next batch is the first one of a complete report."""
+        """True if the next batch begins a complete report, which contains all current counts."""
         self._report_all()
 
     async def last_hour(self, tenant: str, function: str) -> Counts:
@@ -63,9 +64,9 @@ class Windows:
         return self._attainment.all() if sums is None else sums
 
     async def loads(self) -> tuple[dict[str | None, PoolLoad], int]:
-        """Returns the loads by pool, and the number of workers included, with this one.
+        """Returns the loads by pool, and the number of workers whose loads are included.
 
-        While Redis is unavailable only this worker is included.
+        While Redis is unavailable only this worker's loads are included.
         """
         reported: list[bytes] = []
         if self._link is not None:
