@@ -123,7 +123,8 @@ class Outcome:
     """engine seconds for the layers, without waits for CPU workers"""
     layers_cpu: int
     layers_device: int
-    """number of the chunk's layers whose LoRA terms the device computed; the next field counts those of CPU workers"""
+    """number of the chunk's layers whose LoRA terms the device computed; the previous field counts those of CPU
+    workers"""
     other_requests: int = 0
     """number of other requests, which may have had passes in between"""
     by_profile: float = 0.0
