@@ -19,7 +19,7 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable
 
 Place = tuple[int, list[int], int]
-"""Slot, pages and first table entry of an adapter on the device."""
+"""Place of an adapter on the device: its slot, its pages, and the index of its first table entry."""
 
 
 class DeviceRoom:
@@ -92,8 +92,12 @@ class DeviceRoom:
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
     def choose_spared(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
-        """Returns those of `digests` that need not be evicted for an adapter of this layout, preferring the first.
-        Together they use at most half of the pages, and the adapter fits next to them and the pinned ones."""
+        """Returns those of `digests` that need not be evicted to make room for an adapter of this layout. The first
+        digests are preferred.
+
+        Together the returned adapters use at most half of the pages. The new adapter fits next to them and the pinned
+        ones.
+        """
         all_pages, spared = self.pool.pages.count, set[str]()
         pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
         pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))
@@ -117,7 +121,7 @@ class DeviceRoom:
         return self._in_order(may_go) if may_go or self._free_slots else None
 
     def _in_order(self, entries: list[DeviceAdapter]) -> Iterator[str]:
-        """Yields the entries' digests in order of eviction. Lazy: the order is computed on first use."""
+        """Yields the entries' digests in order of eviction. The order is computed only when the first one is taken."""
         yield from self.eviction.order([self._candidate(entry) for entry in entries], time.monotonic())
 
     def _candidate(self, entry: DeviceAdapter) -> Candidate:
