@@ -36,8 +36,8 @@ NO_WAIT = 0.02
 """Share of the time of the base model's products, which overlap with the workers' computation. A chunk that waited less
 than this share for workers counts as not having waited."""
 MAX_CROSSING_S = 0.1
-"""Maximum seconds of one handoff's bytes on the link. Above it workers are not used, since a wait for them is
-bounded."""
+"""Maximum seconds that the bytes of one handoff may take on the link. For longer ones workers are not used, since a
+wait for them is bounded."""
 MAX_UNMEASURED = 16
 """Maximum kinds of calls that wait to be measured."""
 
@@ -79,7 +79,8 @@ class WorkersDecision:
 
 
 class ColdStarts:
-    """Planner of cold chunks (docs/design/seams.md). Only the engine's thread calls it."""
+    """Planner of cold chunks, which are prompt chunks whose adapter is not on the device yet (docs/design/seams.md).
+    Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -292,7 +293,7 @@ class ColdStarts:
         return self.ready_until(lease, Plan("assist", layers), 0) == layers
 
     def on_device(self, lease: Lease) -> bool:
-        """Returns whether each layer is on the device, or its copy is enqueued."""
+        """Returns whether all layers of the leased adapter are on the device, or their copies enqueued."""
         return all(self.state(lease, layer) in ON_DEVICE for layer in range(self.base.num_layers))
 
     def observe_joined(self, joined: Sequence[tuple[Lease, int, ColdLora]]) -> None:
@@ -343,7 +344,8 @@ class ColdStarts:
         return layer
 
     def state(self, lease: Lease, layer: int) -> int:
-        """Returns the layer's LayerState as seen by this node's cold-start mode."""
+        """Returns the layer's LayerState as this node's mode sees it. With `whole_adapter`, layers on the device count
+        as in host memory until all are loaded."""
         state = self.store.state(lease, layer)
         if state in ON_DEVICE and self.mode.whole_adapter and not self.store.loaded(lease):
             return LayerState.HOST
@@ -384,7 +386,8 @@ class ColdStarts:
         return ChunkCosts(self.layer_seconds(n_tokens, profile), cpu, load, in_host, results, link.latency)
 
     def layer_seconds(self, n_tokens: int, profile: Profile) -> float:
-        """Returns the seconds of one layer of a chunk on the device, at the host's recent speed."""
+        """Returns the seconds of one layer of a chunk of `n_tokens` tokens on the device, at the host's recent
+        speed."""
         return self.device.value * profile.layer_seconds(n_tokens)
 
     def worker_seconds(

@@ -33,7 +33,7 @@ class Part:
 
 
 class HandoffPool(Protocol):
-    """Methods of a WorkerPool that handoffs use."""
+    """Part of a WorkerPool that handoffs use."""
 
     takeover_ns: int
 

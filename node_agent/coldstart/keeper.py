@@ -1,7 +1,5 @@
-"""Starts the CPU LoRA workers, detects their exits at once, and restarts them, in a separate thread.
-
-One thread spawns all of them, since the kernel kills a worker when the thread that started it ends.
-"""
+"""Starts the CPU LoRA workers, detects their exits at once, and restarts them. It does so in a separate thread. That
+one thread starts all of them, since the kernel kills a worker when the thread that started it ends."""
 
 from __future__ import annotations
 

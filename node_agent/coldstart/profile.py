@@ -21,7 +21,7 @@ class ProfileError(ValueError):
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
-    """Conditions of the measurement. A profile with a different key is not used."""
+    """Conditions under which a profile was measured. A profile with other conditions than the node's is not used."""
 
     base: str
     dtype: str

@@ -1,15 +1,15 @@
 """Memory shared by engine and CPU LoRA workers: one memfd with flags, commands, inputs and outputs.
 
-Each slot has an x area [tokens, d_in] and a y area with [tokens, d_out] for each projection of the group in turn. For
-each of its `steps` there are the segments, which assign tokens to adapters. Also, for each worker and step, there are
-three lines of 64 bytes: a command flag (written by the engine or its device), the command (written by the engine before
-the flag), and a done flag (written by the worker). Workers that split an adapter's weights share an xa area in each
-slot for their parts of x A^T, and set a ready flag in a fourth line (worker.py). No device reads these.
+A slot is the memory of one handoff on a CPU, and of one pass on a GPU. It has an x area [tokens, d_in], and a y area
+with [tokens, d_out] for each projection of the group in turn. A handoff uses one of the slot's `steps`. A step has the
+segments, which assign tokens to adapters. For each worker it also has three lines (64 bytes of memory each). The
+command flag is written by the engine or its device, the command by the engine before the flag, and the done flag by the
+worker. Workers that split an adapter's weights share an xa area in each slot for their parts of x A^T, and set a ready
+flag in a fourth line (worker.py). No device reads these.
 
-On a CPU a slot has one step and belongs to one handoff. On a GPU it belongs to a pass, whose handoffs are sequential on
-the device's stream and use one step each (stream.py). A slot stays allocated until all its workers have answered or
-exited; only then are its areas and lines reused. The memory belongs to one engine process: a restarted engine creates a
-new one.
+On a CPU a slot has one step. On a GPU the handoffs of a pass are sequential on the device's stream, and use one step
+each (stream.py). A slot stays allocated until all its workers have answered or exited; only then are its areas and
+lines reused. The memory belongs to one engine process: a restarted engine creates a new one.
 """
 
 from __future__ import annotations

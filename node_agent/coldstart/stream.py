@@ -1,17 +1,18 @@
 """Handoffs from a GPU: enqueued between the base's products, and awaited only on the device's stream.
 
-A cold pass owns a slot of the handoff memory. Each handoff is a step of that slot with its own command lines, which the
-host writes when it enqueues the handoff. The x and y areas are reused by successive handoffs, ordered by the stream. On
-the stream: x is copied to the x area and the workers' flags are set; the base's product runs; a bounded wait; the
-answer is copied to the device and added. A failed wait sets a word that the host may read once the pass's last event
-has ended. Only then may the slot's lines and areas be reused.
+A cold pass owns a slot of the handoff memory. Each of its handoffs uses one of the slot's steps, which has memory for
+the commands and flags of all workers (shared.py). The host writes the commands when it enqueues the handoff. The x and
+y areas are used by successive handoffs, in the order of the stream. On the stream, x is copied to the x area and the
+workers' flags are set. Then the base's product runs. After a bounded wait for the workers, their results are copied to
+the device and added. A failed wait sets a word that the host may read once the pass's last event has ended. Only then
+may the slot's memory be reused.
 
 If a worker exits, the keeper answers for it at once: the stream stalls only until the exit is noticed, and the pass
 fails. `WAIT_LIMIT_S` bounds the wait for a live worker. No other worker takes over a slice, since the stream has moved
 on before a failure can be noticed. A spare worker serves the next pass.
 
-After a failed wait, later steps of the pass neither signal nor wait, so their commands never reach a worker. Signalled
-commands are quarantined until their workers have answered or exited, as on a CPU.
+After a failed wait, later handoffs of the pass neither signal nor wait, so their commands never reach a worker. Slots
+with commands that were signalled are not reused until their workers have answered or exited, as on a CPU.
 
 The kernels run on any device. On a CPU (Triton's interpreter) the calls are synchronous, and all events have ended.
 """

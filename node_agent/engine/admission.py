@@ -1,4 +1,4 @@
-"""Admission of waiting requests to the batch."""
+"""Decides which waiting requests enter the batch."""
 
 from __future__ import annotations
 

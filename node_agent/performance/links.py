@@ -15,7 +15,7 @@ from node_agent.config import EngineConfig, LinkConfig
 LOOKED_AT = 50
 """Number of artifacts listed; the largest of them is read."""
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes per read, limited by the artifact's size."""
+"""Bytes of each measured read, limited by the artifact's size."""
 ROUNDS = 3
 
 
