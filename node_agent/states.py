@@ -62,7 +62,7 @@ class RequestState(Enum):
     AWAITING_ADAPTER = "awaiting adapter"
     """in the batch: its next step waits until the whole adapter is on the device"""
     PREEMPTED = "preempted"
-    """back in the queue; its place in the batch and its computed state were dropped"""
+    """back in the queue; it has lost its row, its KV blocks and its computed state"""
     FINISHED = "finished"
 
 

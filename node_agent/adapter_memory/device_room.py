@@ -29,15 +29,18 @@ class DeviceRoom:
         """`hosts`: the tier from which an evicted adapter would be loaded again."""
         self.pool, self.table, self.hosts, self.eviction = pool, table, hosts, eviction
         self.adapters: OrderedDict[str, DeviceAdapter] = OrderedDict()
-        """Adapters with a place, loaded or not, least recently used first."""
+        """Adapters that have a place on the device, loaded or not, by digest, least recently used first."""
         self.pinned: frozenset[str] = frozenset()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
     def take(
         self, digest: str, layout: AdapterLayout, evicts: bool = True, spared: Container[str] = ()
     ) -> Place | None:
-        """Allocates a place for the adapter. Evicts idle adapters that are not `spared`, but only if that makes enough
-        room. Returns None when there is not enough. With `evicts` False, uses only what is free now."""
+        """Allocates and returns a place for the adapter. Returns None when there is not enough room.
+
+        Evicts idle adapters that are not `spared`, but only if that makes enough room. With `evicts` False, uses only
+        what is free now.
+        """
         victims = self._victims(layout.pages, spared) if evicts else iter(())
         if victims is None:
             return None
@@ -55,14 +58,14 @@ class DeviceRoom:
         return None
 
     def record_call(self, digest: str) -> None:
-        """Records a request's use of an adapter that has a place."""
+        """Records a request's use of an adapter that has a place on the device."""
         self.adapters.move_to_end(digest)
         self.eviction.demand.record_call(digest, time.monotonic())
         self.eviction.record_call(digest)
         self.hosts.eviction.record_call(digest)
 
     def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
-        """Frees a place whose adapter did not move in."""
+        """Frees a place that was allocated for an adapter but not assigned to it by `move_in`."""
         slot, pages, run = place
         self.table.give(run, max(1, layout.rows))
         self.pool.pages.give(pages, digest)

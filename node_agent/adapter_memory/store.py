@@ -195,8 +195,8 @@ class AdapterStore:
         return copy.bytes_after - copy.bytes_before, copy.arrived - copy.began
 
     def fetch_seconds(self, lease: Lease) -> float:
-        """Returns the seconds from the start of the load until the latest layer reached host memory. Returns 0 if all
-        were there already. Once the adapter is loaded, this is the duration of its fetch."""
+        """Returns the seconds from the start of the load until its latest layer reached host memory. Returns 0 if all
+        layers were in host memory at the start. Once the adapter is loaded, this is the duration of its fetch."""
         entry = self.device[lease.digest]
         return max(0.0, entry.host.arrived - entry.began)
 

@@ -57,7 +57,8 @@ class AdapterTable:
         self._runs = FreeRuns(rows)
 
     def reserve(self, rows: int) -> int | None:
-        """Reserves `rows` consecutive entries of row_offset. Returns the first, or None when there is no such run."""
+        """Reserves `rows` consecutive entries of row_offset. Returns the index of the first; None when there is no free
+        run of that length."""
         return self._runs.take(rows)
 
     def set(self, slot: int, run: int, layout: AdapterLayout, positions: np.ndarray) -> None:

@@ -174,7 +174,7 @@ class RequestRegistry:
                 log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
 
     async def ask(self, question: Question, seconds: float) -> Answer | None:
-        """Asks the engine a question. Returns its answer, or None if there is none within `seconds`. Raises
+        """Asks the engine a question. Returns its answer; None if it does not answer within `seconds`. Raises
         ServiceError."""
         return await self._questions.ask(self._send, question, seconds)
 

@@ -71,7 +71,8 @@ class PassHandoffs(Protocol):
 
 
 class HostPass:
-    """Handoffs of an engine on a CPU. The caller waits for each, and thereby learns of its failure."""
+    """Handoffs of one cold pass of an engine on a CPU. The caller waits for each handoff, and so learns when it
+    fails."""
 
     failed = False
 

@@ -67,8 +67,8 @@ def measure(
     effort: Effort,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """Returns the measured profile of a node that serves nothing meanwhile. `progress` receives the name of each
-    step."""
+    """Returns the measured profile of a node, which must serve nothing while it is measured. `progress` is called with
+    the name of each step."""
     progress("a layer on the device")
     layer = measure_layers(runner, blocks, effort, assisted=isinstance(workers, StreamPool))
     progress("the link from host memory")

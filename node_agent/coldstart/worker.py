@@ -36,7 +36,8 @@ computing its part."""
 
 
 def load_flags() -> Flags:
-    """Returns the compiled flag operations, or numpy's if there is no compiler. Raises UnsupportedMachine."""
+    """Returns the compiled operations on flags in shared memory; without a compiler, those in numpy. Raises
+    UnsupportedMachine."""
     check_machine()
     try:
         return CompiledFlags()

@@ -29,7 +29,7 @@ from node_agent.coldstart.slices import Segment, cut, slices_wanted, weight_shar
 from node_agent.coldstart.worker import load_flags
 
 TAKEOVER_S = 0.25
-"""Seconds without an answer after which another worker, if there is one, also computes the slice."""
+"""Seconds without an answer after which another worker, if one is free, also computes the slice."""
 STALL_LIMIT_S = 5.0
 """Seconds that a worker has after a timeout to answer. Then it is killed and restarted."""
 CHECK_NS = 200_000
@@ -173,7 +173,8 @@ class WorkerPool:
         return HostPass(self)
 
     def poll(self) -> None:
-        """Frees slots of late commands that were answered meanwhile."""
+        """Frees the slots of handoffs that were closed before late workers had answered, if they have answered
+        since."""
         self._sweep()
 
     def reads(self, parts: Iterable[Part]) -> bool:

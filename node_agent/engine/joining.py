@@ -1,7 +1,8 @@
 """Requests that decode while their adapter is still loading: their rows join the hot pass.
 
-Layers on the device are computed there; CPU workers compute the others from host memory. A row joins a pass only if it
-needs no byte that is still missing and lengthens the pass little. Otherwise it sits the pass out.
+The device computes the LoRA terms of layers that have arrived; CPU workers compute those of the others from host
+memory. A row joins a pass only if it needs no byte that is still missing and lengthens the pass little. Otherwise it
+sits the pass out.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class Engine:
             self._finish(request, "cancelled")
 
     def step(self) -> bool:
-        """Runs one iteration. Returns False if there was nothing to compute; the caller then waits for a message, a
-        load or a deadline."""
+        """Runs one iteration. Returns whether anything was computed. If not, the caller waits for a message, a load or
+        a deadline."""
         self.prepare()
         used = self.compute_cold()
         return len(list(self.compute_hot(used))) > 0 or used > 0

@@ -267,7 +267,8 @@ class Prefetcher:
         return len(self._underway) >= bounds.at_once or want.chance < bounds.min_chance
 
     def _is_there(self, want: WantedAdapter) -> bool:
-        """Returns whether the adapter is in the hint's tier or a higher one, or already has room there."""
+        """Returns whether the adapter is in the hint's tier or a higher one. Also returns True if it already has room
+        on the device."""
         if self._store.on_device(want.adapter.digest):
             return True
         return want.tier == "host" and self._is_staged(want.adapter.digest)

@@ -1,4 +1,4 @@
-"""Requests that wait for a place in the batch, in fair-share order."""
+"""Requests that wait to enter the batch, in fair-share order."""
 
 from __future__ import annotations
 

@@ -66,9 +66,10 @@ class IdleMeasurement:
         return self.engine.drift is not None or not self._tries_left
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works for one slice of about SLICE_S, at least one pass. Returns False when there is nothing to do now.
+        """Works for one slice of about SLICE_S seconds, at least one pass. Returns False when there is nothing to do
+        now.
 
-        It stops when `should_yield` returns True, which is checked before passes and, on a CPU, between layers.
+        It stops when `should_yield` returns True, which is called before passes and, on a CPU, between layers.
         """
         if self.ended or time.monotonic() < self._begin_at or should_yield():
             return False

@@ -153,11 +153,11 @@ def bench(
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
     """Yields a bench: rows with written parts of the KV cache, and as many synthetic adapters as fit. Frees everything
-    at the end. The engine must serve nothing meanwhile.
+    at the end. The engine must serve nothing.
 
     `effort`: its `ranks` are those of the adapters. `budget`: seconds for writing and measuring, after which
-    SweepTooSlow is raised. `written`: cache blocks already written, which the bench extends. `targets`: projections
-    that the adapters adapt. Raises GaveWay when the engine has other work.
+    SweepTooSlow is raised. `written`: numbers of cache blocks already written, to which the bench adds. `targets`:
+    projections that the adapters adapt. Raises GaveWay when the engine has other work.
     """
     limits, blocks = engine.limits, engine.blocks
     free = blocks.free * blocks.block_tokens

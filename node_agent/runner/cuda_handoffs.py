@@ -1,7 +1,8 @@
-"""Layers of a prompt pass captured in pieces, between which work is handed to CPU workers.
+"""Layers of a prompt pass that are captured in pieces, between which work is handed to CPU workers.
 
-A CUDA graph can't wait for a worker. So a layer is cut before and after the base product of each projection group that
-may be handed over. A handoff's copy, signal and wait are enqueued there one by one, at constant addresses.
+A CUDA graph can't wait for a worker. Therefore a layer is cut before and after the base product of each projection
+group that workers may compute LoRA for. Between the pieces, a handoff's copy, signal and wait are enqueued one by one,
+at constant addresses.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class CudaLora:
 
 
 def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -> OpenAdd:
-    """Returns the function that opens LoRA computations with Triton kernels. For CPU_KERNEL they use the compiled
-    operator, or torch's operations if there is no compiled operator."""
+    """Returns the OpenAdd for a store's adapters, by Triton kernels. For CPU_KERNEL it uses the compiled operator, or
+    torch's operations if there is no compiled operator."""
     table, pool, base = store.table, store.pool.data, store.base
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton

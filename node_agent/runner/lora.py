@@ -143,10 +143,8 @@ def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> C
 
 
 class SegmentedLora(GroupLora):
-    """PassLora for adapters that are completely on the device when the first layer runs.
-
-    The compiled operator, if there is one, computes all short segments of a group in one call.
-    """
+    """PassLora for adapters that are completely on the device when the pass's first layer runs. The compiled operator,
+    if there is one, computes all short segments of a group in one call; torch computes the long ones."""
 
     def __init__(self, batch: LoraBatch, weights: Weights, compiled: CompiledLora | None = None) -> None:
         self._adapters = AdaptedGroups(weights, batch)
