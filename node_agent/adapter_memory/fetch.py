@@ -112,7 +112,8 @@ class Fetch:
 
     @property
     def _max_in_flight(self) -> int:
-        """Maximum ranges read at once. A prefetch has one, so that few of its bytes delay a later request."""
+        """Maximum number of ranges that are read at once. A prefetch reads one at a time, so that few of its bytes
+        delay a later request."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def settle(self) -> None:

@@ -28,7 +28,7 @@ class LinkClosed(RuntimeError):
 
 @dataclass(order=True)
 class Transfer:
-    """Bytes of a flow that arrive together."""
+    """Part of a flow: bytes that count as arriving together."""
 
     target: float
     """virtual time (bytes) at which its last byte has crossed"""

@@ -150,7 +150,7 @@ class Product:
         return segments
 
     def _operator(self, slot: int, layer: int, group: int) -> CompiledGroup:
-        """Returns the operator of a layer and group, set to this slot for its next call."""
+        """Returns the compiled operator of a layer and group, prepared for the adapter in this slot."""
         self._slot[0] = slot
         operator = self._groups.get((layer, group))
         if operator is None:

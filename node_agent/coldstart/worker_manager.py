@@ -214,8 +214,8 @@ class WorkerManager:
     # --- while idle
 
     def _link_has_moved(self) -> bool:
-        """Returns whether the link's learned bandwidth has changed by LINK_MOVED since the last decision on workers.
-        Returns False within JUDGE_PAUSE_S of such a decision."""
+        """Returns whether the link's learned bandwidth has changed by the factor LINK_MOVED since the last decision on
+        workers. Returns False within JUDGE_PAUSE_S seconds of a decision made for this reason."""
         if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
             return False
         if refusal(self.config) or time.monotonic() < self._judge_at:

@@ -33,7 +33,7 @@ TAKEOVER_S = 0.25
 STALL_LIMIT_S = 5.0
 """Seconds that a worker has after a timeout to answer. Then it is killed and restarted."""
 CHECK_NS = 200_000
-"""Nanoseconds between two checks whether the awaited worker is alive."""
+"""Nanoseconds between two checks whether a worker whose answer is awaited is alive."""
 
 
 class WorkerPool:
@@ -292,7 +292,8 @@ class WorkerPool:
         return parts
 
     def _crossings(self, x_bytes: int, tokens: int, code: int) -> tuple[int, int]:
-        """Returns the microseconds for a handoff's x and for its results to cross the simulated link; 0 without one."""
+        """Returns two times in microseconds for crossing the simulated link: that of a handoff's x, and that of its
+        results. Both are 0 without a simulated link."""
         if self.link is None:
             return 0, 0
         widths = () if code == ECHO else self.memory.group_widths[code][1]

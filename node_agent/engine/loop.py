@@ -51,8 +51,7 @@ class Engine:
         lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when a pass that waits for adapter bytes may continue. The call comes from any
-        thread."""
+        """`on_change` is called when a pass that waits for adapter bytes may continue; any thread may call it."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)

@@ -32,7 +32,7 @@ class _Step:
 
 
 class Overlap:
-    """Enqueued steps, at most two. Only the engine's thread calls it."""
+    """Decode steps that are enqueued on the device, at most two at once. Only the engine's thread calls it."""
 
     def __init__(self, hot: HotPasses, runner: ModelRunner, running: Mapping[str, Request]) -> None:
         self._hot, self._running = hot, running

@@ -35,8 +35,8 @@ to end might take forever."""
 BUDGET_S = 180.0
 """Maximum seconds that all slices of one measurement take together; beyond it, fewer repeats are made."""
 FASTEST = 0.5
-"""Share, 0 to 1, of each case's passes that is used: the fastest ones. Other processes on the host only slow passes
-down. Their effect on calls is corrected later (node_agent.performance.drift)."""
+"""Share, 0 to 1, of each case's passes that is used: the fastest ones, since other processes on the host only slow
+passes down. Their effect on calls is corrected later (node_agent.performance.drift)."""
 TRIES = 3
 PAUSE_S = 60.0
 """Seconds before another measurement after a failed one, whose disturbance may then have ended."""

@@ -94,9 +94,9 @@ class OutFields:
     """f32[Q]: log probability of the chosen token. This field and the next two are written only if a row requests log
     probabilities."""
     top_ids: torch.Tensor
-    """i32[Q, k]: the most likely tokens"""
+    """i32[Q, k]: ids of the k most likely tokens"""
     top_values: torch.Tensor
-    """f32[Q, k]: their log probabilities"""
+    """f32[Q, k]: log probabilities of the tokens in `top_ids`"""
 
 
 def out_spec(rows: int, vocab: int) -> Spec:

@@ -168,7 +168,8 @@ class SegmentedLora(GroupLora):
         self._x = None
 
     def _split_segments(self) -> list[tuple[int, int, AdapterWeights]]:
-        """Sets the segments of the operator, and returns those for torch."""
+        """Divides the pass's segments between the compiled operator and torch. Returns (first token, end token,
+        weights) of those for torch."""
         by_segment, shortest = (
             self._adapters.by_segment,
             self._compiled.long_segment if self._compiled is not None else 0,
