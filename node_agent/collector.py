@@ -19,7 +19,7 @@ def stop_collecting() -> None:
 
 
 def settle() -> None:
-    """Enables the garbage collector again. Objects that exist now are frozen: later collections skip them."""
+    """Enables the garbage collector again, and freezes all present objects, so that later collections skip them."""
     gc.freeze()
     gc.enable()
 

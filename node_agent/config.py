@@ -48,8 +48,8 @@ class DiskCacheConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the engine process. Sizes of memory are in bytes. Where a note says "by the device", 0 means a
-    default that node_agent/engine/setup.py chooses."""
+    """Settings of the engine process. Sizes of memory are in bytes. Defaults that depend on the device are in
+    node_agent/engine/setup.py."""
 
     model_dir: str
     base_id: str
@@ -68,22 +68,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora_kernel: str = "auto"
     """Triton kernel for the adapters of decode rows: auto, mbgmv or bgmv"""
     adapter_memory: int = 0
-    """0: by the device"""
+    """Bytes of adapter memory on the device; 0 means that they follow from the device."""
     host_memory: int = 1 << 30
     """Limit on the bytes of adapters in host memory."""
     kv_memory: int | None = None
-    """Bytes of the KV cache. None on a GPU: what the base model, the adapters and a part for passes leave. None on a
-    CPU: a quarter of the free memory, at most 1 GiB."""
+    """Bytes of the KV cache. None on a GPU: all memory that the base model, the adapters and a part reserved for passes
+    leave. None on a CPU: a quarter of the free memory, at most 1 GiB."""
     block_tokens: int = 16
     prefix_cache: str = "auto"
-    """auto: finished requests' keys and values stay cached while there is room, for prompts of the same tenant and
-    adapter with the same prefix; off: not cached"""
+    """Mode of the prefix cache, auto or off. With auto, keys and values of finished requests stay cached while there is
+    room. Later prompts of the same tenant and adapter with the same prefix use them."""
     max_rows: int = 0
-    """Maximum sequences per iteration; 0: by the device."""
+    """Maximum sequences per iteration; 0 means the device's default (BY_DEVICE in engine/setup.py)."""
     max_cold: int = 0
-    """Maximum open cold prefill passes; 0: by the device."""
+    """Maximum open cold prefill passes; 0 means the device's default."""
     chunk_tokens: int = 0
-    """Maximum prompt tokens per iteration; longer prompts are split into chunks. 0: by the device."""
+    """Maximum prompt tokens per iteration; 0 means the device's default. Longer prompts are split into chunks."""
     queue_limit: int = 256
     adapter_slots: int = 256
     """Maximum adapters on the device, whatever their size."""
@@ -94,13 +94,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cold_start: str = "auto"
     """Plan for adapters that are not on the device: auto, wait, pipeline or assist"""
     prefetch: str = "auto"
-    """auto: adapters that the gateway hints at are loaded while no other load is pending; off: they are not"""
+    """Mode of prefetching, auto or off. With auto, adapters that the gateway hints at are loaded while no other load is
+    pending."""
     prefetch_waste: float = 0.25
     """Maximum share of prefetched bytes, 0 to 1, that may be wasted before prefetching slows down."""
     cpu_workers: int | None = None
-    """Number of CPU LoRA workers, one core each; None: as many as the engine leaves cores"""
+    """Number of CPU LoRA workers, one core each. None: the node decides by measurement, within the cores that the
+    engine leaves."""
     worker_repeats: int = 1
-    """Times that CPU workers repeat their work, to simulate slower cores."""
+    """Number of times that CPU workers compute each command, to simulate slower cores; 1 is the normal speed."""
     profile: str | None = None
     """File of this node's measured costs. It is read if it was measured on this node, else measured and written. None:
     measured at each start."""

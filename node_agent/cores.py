@@ -33,9 +33,12 @@ def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 def spare_cores(
     engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup"), order: Sequence[int] | None = None
 ) -> list[int]:
-    """Returns the core numbers for CPU LoRA workers, one core each, next to an engine with `engine_threads` threads.
-    Returns none where the engine needs all cores. They follow the engine's cores in `order`, which defaults to this
-    process's affinity in ascending order."""
+    """Returns the core numbers for CPU LoRA workers, one for each worker, next to an engine with `engine_threads`
+    threads.
+
+    The workers' cores follow the engine's in `order`, which defaults to this process's affinity in ascending order.
+    Returns an empty list where the engine needs all cores.
+    """
     cores = sorted(os.sched_getaffinity(0)) if order is None else order
     spare = max(0, usable_cores(cgroup) - engine_threads)
     return list(cores[engine_threads:][:spare])
@@ -48,7 +51,7 @@ class CoreTimes:
 
     passed: float
     used: float
-    """CPU seconds used on these cores by any process"""
+    """CPU seconds that all processes together have used on these cores"""
     this_process: float
 
 

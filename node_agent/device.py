@@ -21,7 +21,7 @@ CLOSE_LIMIT_S = 10.0
 
 
 class Event(Protocol):
-    """Completion of work that was enqueued before."""
+    """Event on the device's stream: it ends when all work that was enqueued before it has ended."""
 
     def query(self) -> bool:
         """Returns whether the work has ended. Never waits."""
@@ -65,15 +65,15 @@ type."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether work failed only because memory was short, so that a smaller piece of work may succeed."""
+    """Returns whether this error means that memory was short, so that a smaller piece of work may succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
 
 
 def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
-    """Runs the work and returns its result. Returns None when memory was too short; what the work had allocated is then
-    free again."""
+    """Runs `work` and returns its result. Returns None when memory was too short; whatever the work had allocated is
+    then free again."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -112,7 +112,7 @@ class EventWatch:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the vendor's name of the GPU or the processor."""
+    """Returns the name that the vendor gives to the GPU or the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -178,8 +178,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def flush_denormals() -> None:
-    """Makes the processor treat denormal numbers as zero. It computes with them many times more slowly, and no token
-    depends on them. New threads, including OpenMP's, inherit the setting: call this before any computation."""
+    """Makes the processor treat denormal numbers as zero: it computes with them many times more slowly, and no token
+    depends on them.
+
+    New threads, including OpenMP's, inherit the setting, so this must be called before any computation.
+    """
     torch.set_flush_denormal(True)
 
 

@@ -110,7 +110,7 @@ class Channel:
 
 
 class WakeUp:
-    """Eventfd through which loader threads wake the loop."""
+    """Eventfd by which loader threads wake the engine's main loop."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -204,8 +204,8 @@ class Loop:
         return happened
 
     def _check_memory(self) -> None:
-        """Checks and repairs adapter memory every CHECK_INTERVAL while the engine is idle, since this reads the whole
-        table. Logs damage."""
+        """Checks and repairs adapter memory, at most every CHECK_INTERVAL seconds and only while the engine is idle,
+        since this reads the whole table. Logs damage."""
         if self.engine.busy or time.monotonic() < self._check_at:
             return
         for line in heal(self.engine.store):
@@ -213,8 +213,8 @@ class Loop:
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def _measure(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Runs a slice of the performance measurement, or of work on CPU workers, until a message arrives. Returns
-        False when there is nothing to do now."""
+        """Runs a short piece of the performance measurement, or of work on CPU workers, until a message arrives.
+        Returns False when there is nothing to do now."""
         manager = self.engine.worker_manager
         measures = self.idle is not None and not self.idle.ended
         if not measures and manager is None:
@@ -232,16 +232,18 @@ class Loop:
         return True
 
     def _send_decision(self, channel: Channel) -> None:
-        """Sends Ready again if the decision on CPU workers has changed."""
+        """Sends the Ready message again if the decision on CPU workers has changed."""
         now = with_workers(self.ready, self.engine)
         if now != self.ready:
             self.ready = now
             channel.send([now])
 
     def _keep_alive(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Sends heartbeats during a measurement, and returns whether a message has arrived. When a snapshot is due,
-        repeats the last one: an engine without messages counts as dead, and a new snapshot would include borrowed
-        resources."""
+        """Keeps the connection alive during a measurement, and returns whether a message has arrived.
+
+        When a snapshot is due, sends the last one again. An engine without messages counts as dead, but a new snapshot
+        would include what the measurement borrows.
+        """
         self.engine.pulse.beat()
         if time.monotonic() >= self._stats_at:
             channel.send([self._snapshot])

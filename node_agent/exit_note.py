@@ -1,6 +1,7 @@
-"""Note in the node's run directory on the engine's last exit. The supervisor writes it, the API process reports it.
+"""Note in the node's run directory about the engine's last exit.
 
-Without it, a node whose engine can't start (no weights, no memory) would only ever report that it is warming.
+The supervisor writes the note, and the API process reports it. Without it, a node whose engine can't start (no weights,
+no memory) would only ever report that it is warming.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ LONGEST = 200
 
 
 def describe(code: int) -> str:
-    """Returns a text for an exit code as given by subprocess (negative for a signal)."""
+    """Returns a text that describes a process's exit code. `code` is as given by subprocess: negative for a signal."""
     if code >= 0:
         return f"the engine ended with exit code {code}; the node's log says why"
     names = {number.value: number.name for number in signal.Signals}
@@ -22,7 +23,7 @@ def describe(code: int) -> str:
 
 
 def write_exit(run_dir: Path, code: int) -> None:
-    """Replaces the note atomically by one for this exit code."""
+    """Writes the note for this exit code, and replaces an earlier one atomically."""
     temporary = run_dir / f"{NAME}.new"
     temporary.write_text(describe(code))
     temporary.replace(run_dir / NAME)
@@ -37,5 +38,5 @@ def read_exit(run_dir: Path) -> str:
 
 
 def clear_exit(run_dir: Path) -> None:
-    """Removes the note, when the engine is ready or the node restarts."""
+    """Removes the note. Called when the engine is ready, and when the node restarts."""
     (run_dir / NAME).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 NAME = "engine.beat"
-"""File name, in the folder of the engine's socket."""
+"""Name of the heartbeat file, which is in the folder of the engine's socket."""
 _BEAT = struct.Struct("<Qqd")
 
 
@@ -25,7 +25,7 @@ class Beat(NamedTuple):
     pid: int
     """id of the engine process"""
     quiet: float
-    """announced seconds of silence after this beat"""
+    """seconds after this beat for which the engine has announced that it may be silent"""
 
 
 class Heartbeat:
@@ -41,7 +41,7 @@ class Heartbeat:
 
 
 class Watch:
-    """Reader of the heartbeat, polled about every `interval` seconds. `now` is in monotonic seconds."""
+    """Reader of the heartbeat. Its methods are called about every `interval` seconds; `now` is in monotonic seconds."""
 
     def __init__(self, path: Path, interval: float) -> None:
         self.interval = interval
@@ -60,7 +60,7 @@ class Watch:
         return self._silent
 
     def overdue(self, now: float) -> float:
-        """Returns the seconds of silence beyond the announced ones."""
+        """Returns the seconds by which the present silence exceeds the announced one; 0 if it does not."""
         return max(0.0, self.silence(now) - self._beat.quiet)
 
     def _read(self) -> Beat:

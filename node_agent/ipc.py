@@ -23,8 +23,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Cancels a request: the caller disconnected, or a stop string was found. Answered by Finished unless the request
-    had already ended."""
+    """Message that cancels a request: the caller disconnected, or a stop string was found. Answered by Finished unless
+    the request had already ended."""
 
     id: str
 
@@ -36,17 +36,17 @@ class ListAdapters(msgspec.Struct, frozen=True, tag="list_adapters"):
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
-    """Loads the adapter to the device, or only to host memory if adapters in use fill the device. Answered when the
-    load has ended or failed, which may take long."""
+    """Request to load an adapter to the device, or only to host memory if adapters in use fill the device. Answered
+    when the load has ended or failed, which may take long."""
 
     id: str
     adapter: Adapter
     tenant: str = ""
-    """Tenant that requests it; empty: the operator."""
+    """Tenant that asks for the prefetch; empty: the operator."""
 
 
 class Evict(msgspec.Struct, frozen=True, tag="evict"):
-    """Evicts the adapter from device, host memory and disk, unless it is in use."""
+    """Request to evict an adapter from device, host memory and disk, unless it is in use."""
 
     id: str
     digest: str
@@ -75,20 +75,21 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     adapter_bytes: int
     max_rows: int
     largest_adapter: int = 0
-    """Bytes of the largest adapter that fits; `adapter_itemsize` is the bytes of one element of its weights."""
+    """Maximum bytes of an adapter on this node. `adapter_itemsize` is the bytes of one element of its weights."""
     adapter_itemsize: int = 0
     host_bytes: int = 0
     """Host memory for adapters, in bytes."""
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
     cpu_workers_ms: dict[str, float] = {}
-    """Measured milliseconds that decided the number of workers (cluster.news.Facts)."""
+    """Measured milliseconds by which the number of workers was decided, by name (cluster.news.Facts)."""
     takes_wants: bool = True
     """True if the engine accepts prefetch hints (cluster.news.Facts)."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """A request left the queue. `state` says where its adapter was: none, host or absent."""
+    """Message that a request has left the queue. `state`: where its adapter was; none (on the device, or no adapter),
+    host, disk or absent."""
 
     id: str
     state: str
@@ -102,7 +103,7 @@ class Top(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top: list[tuple[int, float]]
     rank: int = 0
-    """Rank of a prompt token; 1 is the likeliest."""
+    """Rank of a prompt token among all tokens; 1 is the likeliest."""
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated", omit_defaults=True):
@@ -135,9 +136,9 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     error_type: str = ""
     error: str = ""
     damaged: bool = False
-    """True if the error is that the registry's artifact is corrupt or missing."""
+    """True if the request failed because the registry's artifact is corrupt or missing."""
     preemptions: int = 0
-    """Times that the request was preempted by a strict request, to be computed again later."""
+    """Number of times that the request was preempted, to be computed again later."""
     device: float = 0.0
     """The request's share of the seconds of the passes that computed it."""
 
@@ -163,13 +164,15 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     measuring: float | None = None
     """Finished share, 0 to 1, of the measurement of the performance model; None: no measurement is running."""
     tightest_tpot: float | None = None
-    """Smallest time per output token promised to any request here, in seconds."""
+    """Smallest time per output token that is promised to any request of this engine, in seconds."""
     strict: StrictRoom | None = None
-    """Room for strict requests. `prompt_tokens` counts running requests only; `queued` is not reported."""
+    """Rows, KV blocks and pending prompt tokens that a new strict request would find. `prompt_tokens` counts running
+    requests only; `queued` is not reported."""
     prefetches: int = 0
     """Number of predicted prefetches in progress."""
     prefetch_useful_bytes: int = 0
-    """Bytes of prefetches by outcome, like the next two fields (cluster.news.Heartbeat)."""
+    """Bytes of predicted prefetches that were useful. The next two fields count late and wasted ones
+    (cluster.news.Heartbeat)."""
     prefetch_late_bytes: int = 0
     prefetch_wasted_bytes: int = 0
 
@@ -185,7 +188,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
     id: str
     found: AdapterStates | None = None
     tier: HeldTier | None = None
-    """Tier that now has the adapter."""
+    """Highest tier that now has the adapter."""
     error_type: str = ""
     error: str = ""
 

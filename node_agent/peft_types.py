@@ -15,14 +15,15 @@ class PeftPrompt(msgspec.Struct, frozen=True):
     tokens: list[int]
     """token ids of the function's answer, including an end token"""
     top: list[list[int]]
-    """per token, the ids whose log probabilities are requested: those listed in the function's reply"""
+    """token ids whose log probabilities are requested, for each token of the answer: those listed in the function's
+    reply"""
 
 
 class PeftJob(msgspec.Struct, frozen=True, kw_only=True):
     """Work for the process that runs PEFT."""
 
     parent: int
-    """process id of the parent, with which the work ends"""
+    """process id of the parent; the work ends when the parent exits"""
     model_dir: str
     adapter_dir: str
     device: str
@@ -44,7 +45,7 @@ class Position(msgspec.Struct, frozen=True):
     size: float
     """absolute value of the largest logit, to which rounding errors are proportional"""
     logprobs: list[float]
-    """log probabilities of the requested ids"""
+    """log probabilities of the token ids that `PeftPrompt.top` requests for this position"""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

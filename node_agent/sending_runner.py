@@ -17,17 +17,22 @@ class SendingRunner(Protocol):
 
     @property
     def feeds(self) -> bool:
-        """Returns whether a decode step may be started before the previous one has ended (StepBatch.fed)."""
+        """Returns whether a decode step may be started before the previous one has ended. Its input tokens are then
+        chosen on the device (StepBatch.fed)."""
 
     def serve(
         self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
     ) -> Callable[[LoraBatch, bool], PassLora]:
-        """Prepares passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens, with LoRA kernel `kernel`
-        (lora_choice). Returns their StartLora. Called once, before the first adapter is loaded."""
+        """Prepares passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens. Returns the function that
+        starts their LoRA (a StartLora).
+
+        `kernel`: name of the LoRA kernel (lora_choice). Called once, before the first adapter is loaded.
+        """
 
     def capture_handoffs(self) -> None:
-        """Prepares passes whose ArrivingLora `hands_over` layers to CPU workers. Called at the start if there are such
-        workers. Without it, these passes still work, but take longer."""
+        """Prepares passes in which CPU workers compute the LoRA of layers that have not arrived
+        (`ArrivingLora.hands_over`). Called at the start if there are such workers. Without this call these passes still
+        work, but take longer."""
 
 
 def batch_device(runner: ModelRunner) -> torch.device:

@@ -22,7 +22,7 @@ class HostState(Enum):
 
     READING_HEADER = "reading header"
     WAITING_FOR_ROOM = "waiting for room"
-    """header read; no pages and no slot in the host table yet"""
+    """header read; the adapter has no pages and no slot in the host table yet"""
     FETCHING = "fetching"
     RECLAIMED = "reclaimed"
     """still fetching, but a more urgent load needs the room; ends once nobody wants the adapter"""
@@ -30,7 +30,7 @@ class HostState(Enum):
     """all layers verified and in host memory"""
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """ended before it was complete, because nobody wanted the adapter any more"""
+    """load ended before it was complete, because nobody wanted the adapter any more"""
 
 
 class DeviceState(Enum):
@@ -48,7 +48,7 @@ class DeviceState(Enum):
     FAILED = "failed"
     """copy failed; the pages stay until the adapter's leases end"""
     ABANDONED = "abandoned"
-    """cancelled, and removed from the device"""
+    """copy cancelled, and the adapter removed from the device"""
 
 
 class RequestState(Enum):
@@ -62,7 +62,7 @@ class RequestState(Enum):
     AWAITING_ADAPTER = "awaiting adapter"
     """in the batch: its next step waits until the whole adapter is on the device"""
     PREEMPTED = "preempted"
-    """back in the queue; its place in the batch and its computed state were dropped"""
+    """back in the queue; it has lost its row, its KV blocks and its computed state"""
     FINISHED = "finished"
 
 

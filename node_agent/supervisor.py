@@ -29,7 +29,7 @@ from node_agent.heartbeat import NAME, Watch
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 10.0
 STEADY = 30.0
-"""Seconds of runtime after which a process counts as healthy, so that its next restart is quick."""
+"""Seconds of runtime after which a process counts as healthy. If it exits later, it is restarted quickly."""
 LONGEST_SILENCE_S = 60.0
 """Seconds without a heartbeat after which an engine is killed, whatever silence it announced."""
 LOOK_S = 2.0
@@ -44,8 +44,8 @@ def run(config: NodeConfig) -> int:
     """Runs the node until SIGTERM or SIGINT, then stops both processes. Returns the exit code: 0, or 1 if the requested
     GPU is not available.
 
-    Must be called on the main thread, whose signal handlers it replaces meanwhile. Raises OSError if `run_dir` can't be
-    created.
+    Must be called on the main thread, whose signal handlers it replaces while it runs. Raises OSError if `run_dir`
+    can't be created.
     """
     set_up_logging("supervisor")
     try:
@@ -101,7 +101,7 @@ class Child:
         self.name = name
         self._on_end, self._watch = on_end, watch
         self.failures = 0
-        """number of times that it exited by itself"""
+        """number of times that the process exited by itself"""
         self._module = module
         self._output = output
         self._config = msgspec.json.encode(config)
@@ -113,11 +113,12 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while it is not running."""
+        """Process id; None while the process is not running."""
         return None if self._process is None else self._process.pid
 
     def tend(self, now: float) -> float:
-        """Starts or reaps the process as needed. Returns the maximum seconds until the next call."""
+        """Starts the process if its start is due, and reaps it if it has exited. Returns the maximum seconds until the
+        next call."""
         if self.reap(now) and self._restart_at <= now:
             self._start(now)
         if self._process is None:

@@ -18,7 +18,7 @@ from node_agent.runner.products import Products
 from node_agent.runner.score_rules import ScoreRules
 
 GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
-"""Projection groups that share their input, as indices into adapters.base_model.PROJECTIONS."""
+"""Projection groups: projections with a shared input, as indices into adapters.base_model.PROJECTIONS."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class SamplingBatch:
     min_p: list[float]
     uniform: list[float]
     logprobs: list[int]
-    """per row: -1 for none; k for the log probability of the chosen token and those of the k likeliest"""
+    """number per row: -1 for no log probabilities; k for that of the chosen token and those of the k likeliest"""
     rules: dict[int, ScoreRules] = field(default_factory=dict)
-    """rules by row, for the rows whose logits are changed before sampling"""
+    """rules that change a row's logits before sampling, by row; rows without rules are left out"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StepBatch:
     positions: torch.Tensor
     """i64[T]"""
     query_start: torch.Tensor
-    """i32[R + 1]"""
+    """i32[R + 1]: index of the first token of each row; the last element is the end of the last row"""
     context_len: torch.Tensor
     """i32[R]: context length of each row, including this chunk"""
     block_table: torch.Tensor
@@ -90,8 +90,8 @@ class StepBatch:
     scoring: PromptScoring | None = None
     """Prompt tokens to score; None when no row requests prompt log probabilities."""
     fed: list[int] | None = None
-    """Rows of the previous step whose chosen tokens are the inputs of this step's rows; for runners that `feeds`. None:
-    `token_ids` has all tokens."""
+    """Indices of rows of the previous step, one for each row of this one: the token chosen there is this row's input.
+    Only for runners that feed tokens (`SendingRunner.feeds`). None: `token_ids` has all tokens."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ class Lease:
 
 @dataclass(frozen=True)
 class NoRoom:
-    """Temporary refusal: adapters in use fill the pool or the slots."""
+    """Temporary refusal of a lease: adapters in use fill the pool or the slots."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Temporary refusal: the adapter's header, which gives its size, is still being read, or its load has no room
-    yet."""
+    """Temporary refusal of a lease. The adapter's header, which gives its size, is still being read, or its load has no
+    room yet."""
 
 
 @dataclass(frozen=True)
 class TooLarge:
-    """Permanent refusal: the adapter needs `need` bytes, but the whole pool has only `have`."""
+    """Permanent refusal of a lease: the adapter needs `need` bytes, but the whole pool has only `have`."""
 
     need: int
     have: int
@@ -136,7 +136,7 @@ class LoraBatch:
     """Adapters of the tokens of a pass."""
 
     seg_start: torch.Tensor
-    """i32[S + 1]"""
+    """i32[S + 1]: index of the first token of each segment; the last element is the end of the last segment"""
     seg_slot: torch.Tensor
     """i32[S]: adapter slot of each segment; -1 for the base model"""
     token_slot: torch.Tensor
@@ -144,20 +144,21 @@ class LoraBatch:
     leases: list[Lease | None]
     """lease of each segment; None for the base model"""
     bounds: list[tuple[int, int]]
-    """per segment: first token and end, as Python integers"""
+    """index of the first token, and end, of each segment, as Python integers"""
     max_rank: int
     empty: bool
     """whether no token uses an adapter; the pass then runs no LoRA code"""
 
 
 class LayerState:
-    """States of one layer of an adapter, in the usual order."""
+    """States of one layer of an adapter while the adapter is loaded, in their usual order."""
 
     NO, HOST, ENQUEUED, DEVICE, FAILED = range(5)
 
 
 class StepOutput(Protocol):
-    """Sampled tokens of a pass. They may be read once `done` has ended and before the next pass but one starts."""
+    """Sampled tokens of a pass. They may be read once `done` has ended. The start of the pass after the next one makes
+    them invalid."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -165,12 +166,12 @@ class StepOutput(Protocol):
 
     @property
     def logprobs(self) -> Sequence[tuple[float, list[tuple[int, float]]] | None]:
-        """Log probabilities per row: that of the chosen token, and (id, log probability) of the k likeliest. None for
-        rows that requested none."""
+        """Log probabilities of each of the Q rows: that of the chosen token, and (id, log probability) of the k
+        likeliest. None for rows that requested none."""
 
     @property
     def non_finite(self) -> frozenset[int]:
-        """Rows of Q with non-finite logits. Their requests end with an error."""
+        """Indices of those of the Q rows whose logits are not finite. Their requests end with an error."""
 
     @property
     def done(self) -> Event: ...
@@ -211,7 +212,7 @@ class ArrivingLora(PassLora, Protocol):
 
     @property
     def on_device(self) -> PassLora | None:
-        """PassLora for an adapter that is completely on the device; None if the pass has no adapter."""
+        """PassLora that is used if the whole adapter is on the device; None if the pass has no adapter."""
 
     @property
     def hands_over(self) -> bool:
@@ -222,7 +223,10 @@ class ArrivingLora(PassLora, Protocol):
 
     def claim(self, layer: int) -> bool:
         """Decides where the layer's LoRA term is computed. Returns True for the device: work enqueued from then on
-        finds the layer's weights there. Returns False for CPU workers; without workers the pass is then void."""
+        finds the layer's weights on the device.
+
+        Returns False for CPU workers. Without workers, no valid result of the pass is then possible.
+        """
 
 
 class Pass(Protocol):
@@ -230,8 +234,8 @@ class Pass(Protocol):
 
     layer: int
     stretch: int
-    """Number of layers between stopping points. The pass can stop before layers whose index is a multiple of it, and at
-    the end."""
+    """Number of layers between two stopping points. The pass can stop only before layers whose index is a multiple of
+    it, and at the end."""
 
     def advance(self, to_layer: int) -> None:
         """Enqueues layers up to `to_layer`, or up to the last stopping point before it. Never waits for a GPU; on a CPU
@@ -288,13 +292,13 @@ class Plan:
     name: str
     """wait, pipeline or assist"""
     assisted: int = 0
-    """layers 0..assisted-1 are computed by CPU workers, except those that have arrived by then"""
+    """number of assisted layers: CPU workers compute the first ones, except those that have arrived by then"""
     exposed: float = 0.0
     """forecast seconds of load time that are not hidden behind computation"""
     cpu_extra: tuple[float, ...] = ()
-    """per layer: seconds that the workers take longer than the device"""
+    """extra seconds of each layer if workers compute its LoRA term instead of the device"""
     load: tuple[float, ...] = ()
-    """per layer: seconds of its transfer to the device"""
+    """seconds to transfer each layer to the device"""
     seconds: float = 0.0
     """forecast seconds from now until the chunk's end"""
     rest: float = 0.0

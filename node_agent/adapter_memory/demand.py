@@ -9,14 +9,14 @@ from math import exp, expm1, log, log1p
 
 RECENT_S = 120.0
 LONG_S = 3600.0
-"""Time constants in seconds of the two exponentially decaying call counts: recency and frequency. Like FORECAST_WEIGHT,
-tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
+"""Time constants, in seconds, of two exponentially decaying counts of calls: RECENT_S is for recency, LONG_S for
+frequency. Like FORECAST_WEIGHT, they were tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
 FORECAST_S = 30.0
-"""Horizon in seconds of the probabilities passed to `expect`."""
+"""Seconds ahead for which `expect` is given the probabilities of a call."""
 FORECAST_WEIGHT = 1 / 3
-"""Weight of a forecast if there is one; recency and frequency share the rest."""
+"""Weight, 0 to 1, of a forecast rate if there is one. The rates by recency and by frequency share the rest."""
 RARELY, SURELY = 0.001, 0.99
-"""Bounds of forecast probabilities: lower values mean at most RARELY, higher values at least SURELY."""
+"""Bounds of forecast probabilities, 0 to 1: a lower one means at most RARELY, a higher one at least SURELY."""
 MAX_REMEMBERED = 8192
 """Maximum adapters whose calls are remembered; the least recently called are dropped."""
 _DECAY = (1 / RECENT_S + 1 / LONG_S) / 2
@@ -31,7 +31,7 @@ class _Calls:
     """time of the last call, in monotonic seconds"""
     recent: float = 1.0
     long: float = 1.0
-    """number of calls, decayed with RECENT_S and LONG_S up to `last`"""
+    """counts of calls up to `last`: the previous field decays with RECENT_S, this one with LONG_S"""
     count: int = 1
 
     def add(self, now: float) -> None:
@@ -46,7 +46,7 @@ class Demand:
 
     def __init__(self) -> None:
         self._calls: OrderedDict[str, _Calls] = OrderedDict()
-        """in order of last call, oldest first"""
+        """call counts by digest, in order of the last call, oldest first"""
         self._levels: dict[str, float] = {}
         """Logarithm of the call rate from past calls plus `_DECAY` x time, by digest. It is constant between two
         calls."""

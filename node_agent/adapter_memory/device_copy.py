@@ -29,12 +29,14 @@ from node_agent.states import DeviceState
 from node_agent.types import LayerState, LoadFailed
 
 AHEAD = 2
-"""Portions of a load that may be enqueued behind the one that is crossing. It is small because a pass that waits for a
-portion on its stream also waits for the earlier portions of all loads."""
+"""Number of portions of a load that may be enqueued behind the one that is being transferred.
+
+It is small, because a pass whose stream waits for a portion also waits for the earlier portions of all loads.
+"""
 PORTION_BYTES = 8 << 20
-"""Maximum bytes of layers that are enqueued together, unless a single layer is larger."""
+"""Maximum bytes of a portion: layers that are enqueued together. A single larger layer is a portion too."""
 PORTION_S = 150e-6
-"""Maximum seconds that such a portion takes on a GPU's link; on PCIe 5, PORTION_BYTES take this long."""
+"""Maximum seconds that the transfer of a portion may take on a GPU's link. On PCIe 5, PORTION_BYTES take this long."""
 
 
 class CopyTools(Protocol):
@@ -64,7 +66,8 @@ class DeviceCopy:
         self.over = False
         self._running = False
         self._crossing: deque[tuple[list[int], Event]] = deque()
-        """enqueued portions with the events after their copies; used only by the running thread"""
+        """enqueued portions (lists of layers) with the events after their copies; only the thread that runs `_work`
+        uses it"""
         if self.target.data.is_cuda:  # a separate stream, so that copies overlap with the engine's work
             states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
@@ -88,23 +91,23 @@ class DeviceCopy:
         return partial(self._work, portion)
 
     def wake_at(self) -> float | None:
-        """Returns None: only arrived layers make new work."""
+        """Returns None, since only newly arrived layers make new work."""
         return None
 
     @property
     def portion_bytes(self) -> int:
-        """Returns the maximum bytes to enqueue together. Returns 0, for one layer at a time, over a simulated link."""
+        """Returns the maximum bytes of a portion. Returns 0, which means one layer at a time, over a simulated link."""
         if not isinstance(self.link, Link) or self.link.config is not None:
             return 0
         return int(min(PORTION_BYTES, self.loader.bandwidth * PORTION_S))
 
     def _portion(self, layers: list[int]) -> list[int]:
-        """Returns the first of `layers`, as many as may be enqueued together."""
+        """Returns the next portion: the first of `layers`, as many as may be enqueued together."""
         sizes, max_bytes = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
         return layers[: max(1, sum(size <= max_bytes for size in sizes))]
 
     def _settle(self) -> None:
-        """Ends the copy, once nothing is crossing."""
+        """Ends the copy, once no portion is being transferred."""
         states = self.states
         self.over, states.arrived = True, time.monotonic()
         states.bytes_after = self.loader.crossed_bytes
@@ -117,8 +120,8 @@ class DeviceCopy:
     # --- in a loader thread
 
     def _work(self, portion: list[int]) -> None:
-        """Enqueues the portion. Waits for the oldest enqueued portion if there is nothing to enqueue or AHEAD are
-        waiting."""
+        """Enqueues the copy of these layers. Then waits for the oldest enqueued portion if `portion` is empty, or if
+        more than AHEAD portions are enqueued."""
         states, crossed_bytes = self.states, 0
         try:
             if portion:
@@ -157,7 +160,7 @@ class DeviceCopy:
         self._crossing.append((portion, event))
 
     def _take_arrivals(self) -> int:
-        """Marks the layers that have arrived. Returns their bytes."""
+        """Marks the layers whose copies have ended as on the device. Returns their bytes."""
         size = 0
         while self._crossing and self._crossing[0][1].query():
             for layer in self._crossing.popleft()[0]:

@@ -1,7 +1,5 @@
-"""Running loads to the device: their start, their end, and which of them yield their room.
-
-Only the engine's thread calls it.
-"""
+"""Running loads to the device: their start and end, and which of them give up their room. Only the engine's thread
+calls it."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapt
 from node_agent.states import DeviceState
 
 MIN_LOAD_S = 1e-6
-"""Load time in seconds of a prefetch whose copy had already ended when a request took it over."""
+"""Load time, in seconds, that is recorded for a prefetch whose copy had already ended when a request took it over."""
 SETTLED = {
     DeviceState.COPIED: DeviceState.READY,
     DeviceState.COPY_FAILED: DeviceState.FAILED,
     DeviceState.COPY_STOPPED: DeviceState.ABANDONED,
 }
-"""State that the engine sets for each end state of a copy."""
+"""State that the engine sets when it records the end of a copy, by the copy's end state."""
 
 
 class DeviceLoads:
@@ -33,8 +31,8 @@ class DeviceLoads:
         self._entries: list[DeviceAdapter] = []
 
     def begin(self, host: HostAdapter, place: Place, order: Sequence[int] | None) -> DeviceAdapter | None:
-        """Moves the adapter in and starts to copy each layer once it is in host memory. Returns None, with the place
-        freed, when the adapter's load has just failed."""
+        """Assigns the place to the adapter, and starts to copy each layer once it is in host memory. Returns None, with
+        the place freed, when the adapter's load has just failed."""
         assert host.layout is not None  # an adapter with a place has a layout
         copy = CopyStates.of(len(host.layout.layers))
         if not self._loader.claim(host, copy):
@@ -57,7 +55,7 @@ class DeviceLoads:
         self._entries = [entry for entry in self._entries if not self._advance(entry)]
 
     def reclaim(self, priority: Priority) -> bool:
-        """Cancels loads that are less urgent than `priority`. Returns whether there were any, whose room is free
+        """Cancels loads that are less urgent than `priority`. Returns whether there were any; their room is free
         soon."""
         less_urgent = [entry for entry in self._entries if entry.host.priority > priority]
         for entry in less_urgent:

@@ -19,7 +19,7 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable
 
 Place = tuple[int, list[int], int]
-"""Slot, pages and first table entry of an adapter on the device."""
+"""Place of an adapter on the device: its slot, its pages, and the index of its first table entry."""
 
 
 class DeviceRoom:
@@ -29,15 +29,18 @@ class DeviceRoom:
         """`hosts`: the tier from which an evicted adapter would be loaded again."""
         self.pool, self.table, self.hosts, self.eviction = pool, table, hosts, eviction
         self.adapters: OrderedDict[str, DeviceAdapter] = OrderedDict()
-        """Adapters with a place, loaded or not, least recently used first."""
+        """Adapters that have a place on the device, loaded or not, by digest, least recently used first."""
         self.pinned: frozenset[str] = frozenset()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
     def take(
         self, digest: str, layout: AdapterLayout, evicts: bool = True, spared: Container[str] = ()
     ) -> Place | None:
-        """Allocates a place for the adapter. Evicts idle adapters that are not `spared`, but only if that makes enough
-        room. Returns None when there is not enough. With `evicts` False, uses only what is free now."""
+        """Allocates and returns a place for the adapter. Returns None when there is not enough room.
+
+        Evicts idle adapters that are not `spared`, but only if that makes enough room. With `evicts` False, uses only
+        what is free now.
+        """
         victims = self._victims(layout.pages, spared) if evicts else iter(())
         if victims is None:
             return None
@@ -55,14 +58,14 @@ class DeviceRoom:
         return None
 
     def record_call(self, digest: str) -> None:
-        """Records a request's use of an adapter that has a place."""
+        """Records a request's use of an adapter that has a place on the device."""
         self.adapters.move_to_end(digest)
         self.eviction.demand.record_call(digest, time.monotonic())
         self.eviction.record_call(digest)
         self.hosts.eviction.record_call(digest)
 
     def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
-        """Frees a place whose adapter did not move in."""
+        """Frees a place that was allocated for an adapter but not assigned to it by `move_in`."""
         slot, pages, run = place
         self.table.give(run, max(1, layout.rows))
         self.pool.pages.give(pages, digest)
@@ -92,8 +95,12 @@ class DeviceRoom:
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
     def choose_spared(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
-        """Returns those of `digests` that need not be evicted for an adapter of this layout, preferring the first.
-        Together they use at most half of the pages, and the adapter fits next to them and the pinned ones."""
+        """Returns those of `digests` that need not be evicted to make room for an adapter of this layout. The first
+        digests are preferred.
+
+        Together the returned adapters use at most half of the pages. The new adapter fits next to them and the pinned
+        ones.
+        """
         all_pages, spared = self.pool.pages.count, set[str]()
         pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
         pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))
@@ -117,7 +124,7 @@ class DeviceRoom:
         return self._in_order(may_go) if may_go or self._free_slots else None
 
     def _in_order(self, entries: list[DeviceAdapter]) -> Iterator[str]:
-        """Yields the entries' digests in order of eviction. Lazy: the order is computed on first use."""
+        """Yields the entries' digests in order of eviction. The order is computed only when the first one is taken."""
         yield from self.eviction.order([self._candidate(entry) for entry in entries], time.monotonic())
 
     def _candidate(self, entry: DeviceAdapter) -> Candidate:

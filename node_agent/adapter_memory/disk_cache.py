@@ -25,7 +25,7 @@ from adapters.errors import AdapterError
 from node_agent.config import DiskCacheConfig
 
 NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}", re.ASCII)
-"""File name: digest and base fingerprint."""
+"""Pattern of a cached file's name: the adapter's digest and the base model's fingerprint."""
 TEMPORARY = ".part"
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class DiskCache:
             return self._name(digest) in self._sizes
 
     def contents(self) -> Sequence[tuple[str, int]]:
-        """Returns (digest, bytes) of the adapters of this base, most recently used first."""
+        """Returns (digest, bytes) of the cached adapters of this node's base model, most recently used first."""
         with self._lock:
             here = [(name[:64], size) for name, size in self._sizes.items() if name.endswith(self.base.fingerprint)]
         return here[::-1]
@@ -198,7 +198,8 @@ class DiskCache:
             self._sizes[self._name(digest)] = size
 
     def give_back(self, size: int, error: OSError | None) -> None:
-        """Frees the room of a writer that ended without a file. `error` is the reason; None: its load ended first."""
+        """Frees the room of a writer that has ended without a file. `error`: why it failed; None if its load ended
+        first."""
         with self._lock:
             self._writing -= size
             self.failures += error is not None

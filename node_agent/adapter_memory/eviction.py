@@ -14,7 +14,7 @@ from typing import NamedTuple
 from node_agent.adapter_memory.demand import MAX_REMEMBERED, Demand
 
 HYSTERESIS = 0.25
-"""Share by which another adapter's score must be higher before a recently loaded adapter is evicted."""
+"""Share by which the score of a recently loaded adapter is raised, so that others need a higher score to evict it."""
 SETTLES_S = 30.0
 """Seconds after its load in which HYSTERESIS protects an adapter."""
 
@@ -41,8 +41,8 @@ class LeastRecentlyUsed:
         """number of evictions to make room for other adapters"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
-        """Returns the digests in order of eviction. `candidates` are in order of last use, which breaks ties; awaited
-        ones come last. `now`: monotonic seconds."""
+        """Returns the digests in order of eviction: ascending scores, and awaited adapters last. `candidates` are in
+        order of last use, which decides between equal scores. `now`: monotonic seconds."""
         scores = [inf if each.awaited else self.score(each, now) for each in candidates]
         return [candidates[i].digest for i in sorted(range(len(candidates)), key=scores.__getitem__)]
 
@@ -75,11 +75,11 @@ class LeastFrequentlyUsed(LeastRecentlyUsed):
 
 
 class GreedyDualSizeFrequency(LeastRecentlyUsed):
-    """Policy of L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
+    """Policy by L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
     HPL-98-69.
 
-    Priority = clock at the last call + calls since the last eviction x reload seconds / pages. The clock is the
-    priority of the last victim.
+    Priority = clock at the adapter's last call + calls since its last eviction x reload seconds / pages. The clock is
+    the priority of the adapter evicted last.
     """
 
     def __init__(self, demand: Demand) -> None:
@@ -88,7 +88,7 @@ class GreedyDualSizeFrequency(LeastRecentlyUsed):
         self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """Calls since the last eviction, and the clock at the last call, by digest. Bounded by MAX_REMEMBERED."""
         self._scores: dict[str, float] = {}
-        """scores by digest at the last call of `order`"""
+        """scores of all candidates at the last call of `order`, by digest"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
         self._scores = {each.digest: self.score(each, now) for each in candidates}

@@ -34,14 +34,14 @@ from node_agent.types import LoadFailed
 RANGES_IN_FLIGHT = 3
 TRIES = 3
 BACK_OFF = 0.05
-"""Seconds before the second attempt; the third waits four times as long."""
+"""Seconds before the second attempt to read a range; the third waits four times as long."""
 RETRIED = (StoreUnavailable, CorruptArtifact, OSError)
 DAMAGE = (CorruptArtifact, NotFound)
 """Errors that mean the artifact in the store is missing or corrupt."""
 UNWANTED = LoadFailed("nobody waits for it any more")
 
 Land = Callable[[memoryview, int], None]
-"""Function of a range's buffer and the number of bytes in it that have arrived."""
+"""Function of a range's buffer and the number of its bytes that have arrived."""
 
 
 class _GivenUp(Exception):
@@ -49,7 +49,7 @@ class _GivenUp(Exception):
 
 
 class FetchTools(Protocol):
-    """Attributes of a Loader that its fetches use."""
+    """Part of a Loader that its fetches use."""
 
     store: ObjectStore
     base: BaseModel
@@ -60,12 +60,13 @@ class FetchTools(Protocol):
     cache: DiskCache | None
 
     def on_layer(self) -> None:
-        """Reports that a layer has arrived, or that the load has ended. At the end it is called under the threads'
-        lock."""
+        """Reports that a layer has arrived, or that the load has ended. At the end of the load it is called under the
+        lock of the fetching threads."""
 
 
 class Fetch:
-    """Job of the fetching threads for one adapter. Sets the final `state` of `host` once no thread uses its pages."""
+    """Work of the fetching threads for one adapter. It sets the final `state` of `host` once no thread uses the
+    adapter's pages."""
 
     def __init__(self, host: HostAdapter, loader: FetchTools) -> None:
         assert (
@@ -111,7 +112,8 @@ class Fetch:
 
     @property
     def _max_in_flight(self) -> int:
-        """Maximum ranges read at once. A prefetch has one, so that few of its bytes delay a later request."""
+        """Maximum number of ranges that are read at once. A prefetch reads one at a time, so that few of its bytes
+        delay a later request."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def settle(self) -> None:
@@ -145,7 +147,8 @@ class Fetch:
         at = part.first
 
         def land(data: memoryview, count: int) -> None:
-            """Places all layers that are complete, given that the first `count` bytes of the range are in `data`."""
+            """Verifies and copies all layers of the range that are complete in `data`. `count`: number of its first
+            bytes that have arrived."""
             nonlocal at
             while at < part.end:
                 block = self.header.layers[at]
@@ -222,7 +225,8 @@ class Fetch:
             self.pool.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
 
     def _record_failure(self, error: Exception, part: Range, at: int, source: CachedFile | None) -> None:
-        """Handles a failed read: schedules another attempt from layer `at`, or ends the load."""
+        """Handles a failed read of a range. Schedules another attempt from layer `at`, or ends the load if `error` is
+        final or attempts are used up."""
         again = self._rest(part, at)
         with self.threads.changed:
             if source is not None and isinstance(error, RETRIED):

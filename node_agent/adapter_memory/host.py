@@ -29,8 +29,8 @@ FAILURE_MEMORY = 1.0
 """Seconds for which a failed load stays recorded. Requests in this time fail with it; later ones start a new load."""
 
 REPEATED_SHARE = 0.2
-"""Factor on an adapter's eviction score in host memory while the adapter is also on the device. Its host copy is read
-only if it leaves the device before its next call. Tuned on one half of the traces of
+"""Factor by which an adapter's eviction score in host memory is lowered while it is also on the device. Its host copy
+is then read only if it leaves the device before its next call. Tuned on one half of the traces of
 benchmarks/adapter_memory/eviction.py."""
 
 
@@ -70,7 +70,7 @@ class HostTier:
         return self._all.values()
 
     def lacks_room(self, digest: str) -> bool:
-        """Returns whether the adapter's load has its header and waits for room."""
+        """Returns whether the adapter's load waits for room in host memory. Its header has then been read."""
         return any(host.digest == digest for host in self._unfetched)
 
     def waiting(self, digest: str) -> int:
@@ -125,7 +125,7 @@ class HostTier:
         return (host for host in self._all.values() if host.complete)
 
     def forget(self, host: HostAdapter) -> None:
-        """Drops the adapter. Its pages are freed once nothing reads or writes them."""
+        """Removes the adapter from the host tier. Its pages are freed once nothing reads or writes them."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
             host.waiters = 0  # its waiters wait for the next load: this one may end
@@ -148,8 +148,11 @@ class HostTier:
         host.holds -= 1
 
     def lend(self, digest: str, layout: AdapterLayout) -> HostAdapter | None:
-        """Allocates an all-zero adapter for measurements, and holds it until `let_go`. `forget` then frees it. May
-        evict idle adapters. Returns None when there is no room."""
+        """Allocates an adapter of zeros for measurements, and holds it. May evict idle adapters. Returns None when
+        there is no room.
+
+        `let_go` and then `forget` free it.
+        """
         run = self._make_room(layout.size, max(1, layout.rows))
         pages = None if run is None else self.pool.pages.take(layout.pages, digest)
         if run is None or pages is None:
@@ -175,7 +178,7 @@ class HostTier:
         return (digest for digest, counts in self._waiters.items() if min(counts) < Priority.PREDICTED)
 
     def bytes_awaited(self, elsewhere: Container[str]) -> int:
-        """Returns the bytes of the `awaited` adapters. Leaves out digests in `elsewhere`, failed loads, and those
+        """Returns the total bytes of the `awaited` adapters. Leaves out digests in `elsewhere`, failed loads, and loads
         without a header yet."""
         hosts = (self._all.get(digest) for digest in self.awaited() if digest not in elsewhere)
         return sum(
@@ -294,7 +297,8 @@ class HostTier:
         return [host for host in idle if host.digest not in spared and host.digest not in self.pinned]
 
     def _in_order(self, idle: list[HostAdapter]) -> Iterator[HostAdapter]:
-        """Yields the idle adapters in the order in which to evict them. Lazy: the order is computed on first use."""
+        """Yields the idle adapters in the order in which to evict them. The order is computed only when the first one
+        is taken."""
         for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic()):
             yield self._all[digest]
 
@@ -337,9 +341,12 @@ class HostTier:
             self.forget(host)
 
     def _make_room(self, size: int, rows: int, spared: Container[str] = ()) -> int | None:
-        """Returns the first row of a free run of `rows` table rows, with `size` bytes free in the pool. Returns None
-        when there is no room. Evicts idle adapters only if that suffices; also when the table's free rows are too
-        fragmented."""
+        """Makes room for an adapter in host memory: `size` bytes of the pool and `rows` consecutive table rows. Returns
+        the index of the first of these rows; None when there is no room.
+
+        Evicts idle adapters, but only if that suffices. It also evicts them when the table's free rows are too
+        fragmented.
+        """
         idle = self._idle(spared)
         if self.used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return None

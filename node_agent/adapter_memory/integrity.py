@@ -30,8 +30,8 @@ def check_memory(store: AdapterStore) -> list[str]:
 
 
 def heal(store: AdapterStore) -> list[str]:
-    """Returns the lines of `check_memory`. Drops unused adapters with wrong table entries from their tier, so that the
-    next request loads them again."""
+    """Repairs adapter memory, and returns the lines of `check_memory`. Unused adapters with wrong table entries are
+    dropped from their tier, so that the next request loads them again."""
     problems = check_memory(store)
     for digest in [d for d in store.device if any(line.startswith(f"adapter {d},") for line in problems)]:
         store.discard(digest)

@@ -56,9 +56,10 @@ class AdapterLayout:
 
     layers: tuple[tuple[PairRows, ...], ...]
     spans: tuple[tuple[Span, ...], ...]
-    """Spans that a copy of each layer transfers."""
+    """Spans that the copy of a layer transfers, for each layer."""
     place: np.ndarray
-    """i64[rows]: offset of each row in ROW_ALIGN units, counted through the adapter's pages"""
+    """i64[rows]: offset of each row in ROW_ALIGN units, counted from the start of the adapter's page 0 through its
+    pages"""
     rank: np.ndarray
     """i32[layers, 7]: rank of each projection. With `scale` f32[layers, 7] and `first` i32[layers, 7, 2], it is the
     adapter's part of the AdapterTable. `first` counts from the adapter's first row."""
@@ -84,7 +85,8 @@ class AdapterLayout:
 
     @cached_property
     def moved(self) -> tuple[int, ...]:
-        """Bytes that a copy of each layer transfers, including padding between rows and at the ends of pages."""
+        """Bytes that the copy of a layer transfers, for each layer. They include padding between rows and at the ends
+        of pages."""
         return tuple(sum(span.end - span.begin for span in spans) * ROW_ALIGN for spans in self.spans)
 
     @property
@@ -93,8 +95,8 @@ class AdapterLayout:
         return self.pages * self.page_units * ROW_ALIGN
 
     def positions(self, pages: Sequence[int]) -> np.ndarray:
-        """Returns i64[rows]: each row's offset in ROW_ALIGN units from the start of a pool where the adapter has these
-        pages."""
+        """Returns i64[rows]: offset of each row from the start of a pool, in ROW_ALIGN units. `pages`: the pool's pages
+        that the adapter has."""
         starts = np.asarray(pages, dtype=np.int64) * self.page_units
         positions: np.ndarray = starts[self.place // self.page_units] + self.place % self.page_units
         return positions

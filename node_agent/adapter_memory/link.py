@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from node_agent.config import LinkConfig
 
 LONGEST_WAIT = 1.0
-"""Seconds after which a waiter checks again even if nothing changed."""
+"""Seconds after which a thread that waits for a transfer checks it again even if nothing changed."""
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ class LinkClosed(RuntimeError):
 
 @dataclass(order=True)
 class Transfer:
-    """Bytes of a flow that arrive together."""
+    """Part of a flow: bytes that count as arriving together."""
 
     target: float
-    """virtual time at which its last byte has crossed"""
+    """virtual time (bytes) at which its last byte has crossed"""
     flow: Flow = field(compare=False)
     crossed: float | None = field(default=None, compare=False)
-    """clock time at which it crossed; None until then"""
+    """clock time, in seconds, at which its last byte crossed; None until then"""
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Flow:
     """Sequence of transfers that shares the link with other flows. `Link.leave` ends it."""
 
     target: float = 0.0
-    """virtual time at which all its bytes have crossed"""
+    """virtual time (bytes) at which the bytes of all its transfers so far have crossed"""
     closed: bool = False
 
 

@@ -19,8 +19,8 @@ class LoadRates:
         self.bytes_per_s = dict(FIRST_RATES)
 
     def record_load(self, source: HeldTier, size: int, seconds: float) -> None:
-        """Updates the tier's rate with a load of `size` bytes that took `seconds`. Ignores loads of no bytes or no
-        duration."""
+        """Updates the rate of the tier `source` with a load of `size` bytes that took `seconds`. Ignores loads of no
+        bytes or no duration."""
         if size > 0 and seconds > 0:
             self.bytes_per_s[source] += (size / seconds - self.bytes_per_s[source]) * NEWEST
 

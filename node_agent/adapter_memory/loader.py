@@ -25,21 +25,24 @@ from node_agent.states import DeviceState, HostState
 from node_agent.types import LoadFailed
 
 MEASURE_THREADS = 8
-"""Threads that read headers and, with them, first layers (two reads per adapter). They are separate so that headers do
-not wait for the bytes of large adapters."""
+"""Number of threads that read headers and, with them, first layers (two reads per adapter). They are separate from the
+fetching threads, so that headers do not wait for the bytes of large adapters."""
 MEASURE_AHEAD = 2
 """Maximum prefetches whose headers are read at once. Together with the reads of their first layers, they use at most
 half of the threads."""
 STORE_THREADS = 8
 COPY_THREADS = {"cpu": 4, "cuda": 1}
-"""Copying threads by device type. One thread saturates a GPU's link, since copies are enqueued. More threads only
-compete with the engine's thread for the interpreter lock. With them, four concurrent cold calls had their first tokens
-after 76 ms, not 50 (docs/results/gpu.md)."""
+"""Number of copying threads, by device type.
+
+One thread saturates a GPU's link, since copies are enqueued. More threads only compete with the engine's thread for the
+interpreter lock. With more, four concurrent cold calls had their first tokens after 76 ms, not 50
+(docs/results/gpu.md).
+"""
 
 
 class _Awaited:
-    """Placeholder job of the fetching threads, without work. It blocks less urgent loads while its adapter's header is
-    read or waits for room."""
+    """Job of the fetching threads that has no work. While its adapter's header is read or waits for room, it blocks
+    less urgent loads."""
 
     def __init__(self, host: HostAdapter) -> None:
         self.load = host
@@ -87,7 +90,7 @@ class Loader:
         waits for copies of other requests."""
 
     def measure(self, host: HostAdapter) -> None:
-        """Starts to read the adapter's header. It sets `host.layout`, or fails the load."""
+        """Starts to read the adapter's header. The read sets `host.layout`, or makes the load fail."""
         self.fetching.add(_Awaited(host))
         self._measuring.submit(host, self._measure, host)
 
@@ -103,15 +106,15 @@ class Loader:
             self.fetching.add(job)
 
     def reclaim(self, host: HostAdapter) -> None:
-        """Marks a running fetch as RECLAIMED, since a more urgent load needs its room. It ends once nobody wants the
-        adapter."""
+        """Marks a running fetch as RECLAIMED, since a more urgent load needs its room. The fetch ends once nobody wants
+        the adapter."""
         with self.fetching.changed:
             if host.state is HostState.FETCHING:
                 host.change_state(HostState.RECLAIMED)
 
     def claim(self, host: HostAdapter, states: CopyStates) -> bool:
-        """Claims a host adapter for a copy to the device, so that its load is not abandoned. Returns False if the load
-        has already failed."""
+        """Records that a copy to the device needs the host adapter, so that its load is not abandoned. Returns False if
+        the load has already failed."""
         with self.fetching.changed:
             if host.failed:
                 return False

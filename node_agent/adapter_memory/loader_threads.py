@@ -50,12 +50,15 @@ class Job(Protocol):
         """Returns whether no work remains or runs. The threads then drop the job."""
 
     def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
-        """Returns the next piece of work; None when none is ready. With `is_blocked`, a more urgent job is unfinished:
-        this job may finish but starts nothing. Neither this method nor the work may raise."""
+        """Returns the next piece of work; None when none is ready. `is_blocked`: whether a more urgent job is
+        unfinished; this job may then finish its work but starts nothing new.
+
+        Neither this method nor the work may raise.
+        """
 
     def wake_at(self) -> float | None:
-        """Returns the monotonic time in seconds at which to call `take` again without a `wake`; None: only after a
-        `wake`."""
+        """Returns the time, in monotonic seconds, at which `take` must be called again although nobody called `wake`.
+        None: never."""
 
 
 class LoaderThreads:
@@ -66,8 +69,8 @@ class LoaderThreads:
         self.changed = threading.Condition()
         self.closed = False
         self._cores = os.sched_getaffinity(0)
-        """Affinity of the thread that created the pool. Without it a loader thread would inherit the engine thread's
-        reserved cores."""
+        """Cores on which the thread that created the pool may run. Loader threads use them too. Otherwise they would
+        inherit the engine thread's reserved cores."""
         self._jobs: list[Job] = []
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -130,8 +133,8 @@ class LoaderThreads:
             return None
 
     def _take(self) -> Callable[[], None] | None:
-        """Returns the next piece of work, or None. Prefers the most urgent jobs, and among them leased ones. The chosen
-        job goes to the end of the line."""
+        """Returns the next piece of work; None if no job has any. The most urgent jobs go first, and among them those
+        whose load is `leased`. The chosen job goes behind the others of its priority."""
         work, count = None, -1
         while work is None and count != len(
             self._jobs
@@ -152,5 +155,5 @@ class LoaderThreads:
         return None
 
     def _first(self) -> Priority:
-        """Returns the highest priority among the unfinished jobs."""
+        """Returns the priority of the most urgent unfinished job."""
         return min((job.load.priority for job in self._jobs if not job.over), default=Priority.REQUEST)

@@ -20,7 +20,7 @@ from node_agent.states import DEVICE_TRANSITIONS, HOST_TRANSITIONS, DeviceState,
 from node_agent.types import LayerState, LoadFailed
 
 NEARLY_DONE = 0.25
-"""Share of an adapter's bytes, 0 to 1. A load with at most this share missing runs to its end even if nobody waits for
+"""Share of an adapter's bytes, 0 to 1. A load that lacks at most this share runs to its end even if nobody waits for
 the adapter."""
 
 
@@ -49,7 +49,7 @@ class HostAdapter:
     """latest copy to the device that claimed this adapter"""
     leased: bool = False
     holds: int = 0
-    """number of CPU workers' holds on the adapter"""
+    """number of holds by which passes keep the adapter in host memory for CPU workers"""
     origin: HeldTier = "absent"
     """tier from which its bytes are read: "disk", or "absent" (the object store)"""
     began: float = field(default_factory=time.monotonic)
@@ -75,7 +75,8 @@ class HostAdapter:
         self.state = state
 
     def end_badly(self, failure: LoadFailed, state: HostState = HostState.FAILED) -> None:
-        """Records the failure, then sets the state. From then on no thread reads or writes the adapter's pages."""
+        """Ends the load without success: records the failure, then sets the state. From then on no thread reads or
+        writes the adapter's pages."""
         self.failure = failure
         self.change_state(state)
 
@@ -145,8 +146,7 @@ class CopyStates:
     """LayerState of each layer; NO until the layer's copy is enqueued"""
     views: list[LayerWeights | None]
     events: list[Event | None]
-    """events recorded after the copy of each layer; views and events are set before the layer becomes ENQUEUED or
-    DEVICE"""
+    """event after the copy of each layer; it and the views are set before the layer becomes ENQUEUED or DEVICE"""
     order: Sequence[int]
     """order in which layers are copied, among those that are in host memory"""
     state: DeviceState = DeviceState.COPYING
@@ -179,7 +179,7 @@ class CopyStates:
 
     @property
     def ended(self) -> bool:
-        """Returns whether the threads have finished with the target pages."""
+        """Returns whether the copy has ended, so that the loader threads no longer use the target pages."""
         return self.state is not DeviceState.COPYING and self.state is not DeviceState.CANCELLED
 
     @property
@@ -190,7 +190,7 @@ class CopyStates:
 
 @dataclass
 class DeviceAdapter:
-    """Adapter with pages reserved on the device."""
+    """Adapter that has pages on the device, and its load."""
 
     host: HostAdapter
     layout: AdapterLayout

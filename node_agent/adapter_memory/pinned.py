@@ -9,10 +9,8 @@ import torch
 
 
 class Pinned:
-    """Registered ranges of memory that its user owns. `close` must be called before the memory is unmapped.
-
-    A copy by the device's copy engine must lie within one range: memory that is copied at once must be one range.
-    """
+    """Ranges of host memory that are registered with CUDA; the caller owns the memory. `close` must be called before
+    the memory is unmapped. A copy by the device's copy engine must lie within one range."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Registers ranges (address, bytes) of host memory with CUDA. Raises RuntimeError, with nothing registered,

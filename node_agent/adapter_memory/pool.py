@@ -47,7 +47,8 @@ class Pool:
         return self.data[(at + span.begin) * self._per_unit : (at + span.end) * self._per_unit]
 
     def matrix(self, start: int, rows: int, width: int) -> torch.Tensor:
-        """Returns a view [rows, width] of consecutive rows, the first at unit `start`."""
+        """Returns a view [rows, width] of consecutive rows. `start`: offset of the first row from the pool's start, in
+        ROW_ALIGN units."""
         stride = row_units(width, self.data.element_size()) * self._per_unit
         return self.data.as_strided((rows, width), (stride, 1), start * self._per_unit)
 

@@ -15,8 +15,8 @@ LARGEST_RANGE = 8 << 20
 """Maximum bytes of a range. Few large reads are fastest, since each has a fixed cost. A larger layer is read in
 pieces."""
 FIRST_RANGE = 1 << 20
-"""Bytes of the first range, small so that layer 0 does not wait for many others. Each later range may be twice as
-large. The same number of bytes from the artifact's start is read before its header is known."""
+"""Bytes of the first range, which is small so that layer 0 does not wait for many others. Each later range may be twice
+as large as the one before. Before the header is known, this number of bytes is read from the artifact's start."""
 LONGEST_SILENCE_S = 10.0
 """Seconds without a new byte after which reading an artifact's first bytes fails and is tried again."""
 
@@ -73,9 +73,10 @@ class FirstBytes:
         return head
 
     def read(self, arrived: Arrived) -> int:
-        """Calls `arrived` with the growing number of first bytes that have arrived, until all have. Returns their
-        number. Raises errors of the read and of `arrived`, and StoreUnavailable after LONGEST_SILENCE_S without a
-        byte."""
+        """Waits for the first bytes, and calls `arrived` with their number as it grows. Returns the final number.
+
+        Raises errors of the read and of `arrived`, and StoreUnavailable after LONGEST_SILENCE_S seconds without a byte.
+        """
         count = -1
         while True:
             with self._changed:
@@ -112,8 +113,8 @@ class FirstBytes:
 
 
 def plan_ranges(layers: Sequence[LayerBlock], have: int = 0) -> list[Range]:
-    """Returns ranges that cover all non-empty layers, in order. Only a range of a single layer may exceed the limit.
-    Layers within the artifact's first `have` bytes get separate ranges."""
+    """Returns ranges that cover all non-empty layers, in order. A range has at most LARGEST_RANGE bytes, unless it is a
+    single layer. Layers within the artifact's first `have` bytes get separate ranges."""
     ranges: list[Range] = []
     for index, block in enumerate(layers):
         if not block.size:

@@ -17,7 +17,8 @@ STATE_NAMES: dict[int, LayerName] = {
     LayerState.FAILED: "failed",
 }
 MAX_ON_DISK = 1024
-"""Maximum adapters on disk alone that are listed. The memory tiers are small enough to list all."""
+"""Maximum number of adapters that are listed although they are on disk alone. The memory tiers are small enough to list
+all."""
 
 
 class InUse(Exception):

@@ -39,7 +39,7 @@ from node_agent.states import DeviceState, HostState
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 MAX_ON_DISK = 256
-"""Maximum number of adapters on disk alone that a report lists."""
+"""Maximum number of adapters that a report lists although they are on disk alone."""
 
 
 class AdapterStore:
@@ -182,7 +182,8 @@ class AdapterStore:
         return self.device[lease.digest].load_seconds
 
     def crossing(self, lease: Lease) -> tuple[int, float]:
-        """Returns (bytes, seconds) of the link during the adapter's copy; the bytes include those of other adapters.
+        """Returns (bytes, seconds): all bytes that crossed the link during the adapter's copy, and the copy's duration.
+        The bytes include those of other adapters.
 
         Returns zeros for a load that began as a prefetch. The link may then have been idle while the prefetch yielded
         to loads that had no bytes in host memory yet.
@@ -194,8 +195,8 @@ class AdapterStore:
         return copy.bytes_after - copy.bytes_before, copy.arrived - copy.began
 
     def fetch_seconds(self, lease: Lease) -> float:
-        """Returns the seconds from the start of the load until the latest layer reached host memory. Returns 0 if all
-        were there already. Once the adapter is loaded, this is the duration of its fetch."""
+        """Returns the seconds from the start of the load until its latest layer reached host memory. Returns 0 if all
+        layers were in host memory at the start. Once the adapter is loaded, this is the duration of its fetch."""
         entry = self.device[lease.digest]
         return max(0.0, entry.host.arrived - entry.began)
 
@@ -204,7 +205,7 @@ class AdapterStore:
         return self.device[lease.digest].layout
 
     def host_seconds(self, lease: Lease, layer: int) -> float:
-        """Returns the expected seconds until layers 0..layer are in host memory, at the rate of recent loads."""
+        """Returns the expected seconds until layers 0 to `layer` are in host memory, at the rate of recent loads."""
         host = self.device[lease.digest].host
         return self.hosts.rates.seconds(host.origin, host.bytes_left(layer))
 
@@ -258,10 +259,10 @@ class AdapterStore:
         return export(self.host_memory, self.host_table)
 
     def hold_host(self, lease: Lease) -> HostAdapter | None:
-        """Pins the leased adapter's host pages and its slot in the host table until `release_host`.
+        """Keeps the leased adapter's host pages, and its slot in the host table, until `release_host`. They stay even
+        if the load ends or fails. Returns None if the adapter has no host pages.
 
-        The pin lasts even if the load ends or fails. Returns None if the adapter has no host pages. Only layers in
-        state HOST or later may be read.
+        Only layers whose state is HOST or later may be read.
         """
         host = self.device[lease.digest].host
         return host if self.hosts.hold(host) else None
@@ -297,7 +298,8 @@ class AdapterStore:
         self.room.pinned, self.hosts.pinned = frozenset(device), frozenset(host)
 
     def discard(self, digest: str) -> bool:
-        """Evicts an idle adapter from the device, pinned or not. Returns False when it is in use or not there."""
+        """Evicts an idle adapter from the device, pinned or not. Returns False when the adapter is in use or not on the
+        device."""
         entry = self.device.get(digest)
         if entry is None or not entry.idle:
             return False
@@ -307,9 +309,11 @@ class AdapterStore:
     # --- for measurements
 
     def lend(self, digest: str, layout: AdapterLayout, evicts: bool = True) -> Lease | None:
-        """Allocates room on the device for an adapter without an artifact; its weights are arbitrary. Returns its
-        lease, or None when there is too little room. `evicts`: whether idle adapters may be evicted. `release` and
-        `discard` free it."""
+        """Allocates room on the device for an adapter without an artifact, with arbitrary weights. Returns its lease;
+        None when there is too little room.
+
+        `evicts`: whether idle adapters may be evicted. `release` and then `discard` free the room.
+        """
         place = self.room.take(digest, layout, evicts)
         if place is None:
             return None

@@ -57,12 +57,14 @@ class AdapterTable:
         self._runs = FreeRuns(rows)
 
     def reserve(self, rows: int) -> int | None:
-        """Reserves `rows` consecutive entries of row_offset. Returns the first, or None when there is no such run."""
+        """Reserves `rows` consecutive entries of row_offset. Returns the index of the first; None when there is no free
+        run of that length."""
         return self._runs.take(rows)
 
     def set(self, slot: int, run: int, layout: AdapterLayout, positions: np.ndarray) -> None:
-        """Enters an adapter whose rows are at `positions` (i64[rows], pool units); `run` is their first entry. On a GPU
-        the writes are enqueued and the call does not wait."""
+        """Enters an adapter into the table. `positions` i64[rows]: offsets of its rows from the pool's start, in
+        ROW_ALIGN units; `run`: index of their first entry in row_offset. On a GPU the writes are enqueued, and the call
+        does not wait."""
         _send(self.scale[slot], layout.scale)
         _send(self.first[slot], layout.first + np.int32(run))
         _send(self.row_offset[run : run + layout.rows], positions.astype(np.int32))
@@ -86,7 +88,7 @@ def _send(target: torch.Tensor, values: np.ndarray) -> None:
 
 
 def rows_for(pool_units: int, base: BaseModel, itemsize: int) -> int:
-    """Returns the number of row_offset entries for a full pool: twice the need of the narrowest projection, because of
-    fragmentation."""
+    """Returns the number of row_offset entries for a full pool. It is twice the number that rows of the narrowest
+    projection would need, because of fragmentation."""
     pairs = [row_units(d_in, itemsize) + row_units(d_out, itemsize) for d_in, d_out in base.widths]
     return 2 * (2 * pool_units // min(pairs))

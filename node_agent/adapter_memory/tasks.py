@@ -14,21 +14,21 @@ class Tasks(LoaderThreads):
     """Pool of threads for single calls."""
 
     def __init__(self, name: str, count: int, max_ahead: int) -> None:
-        """Prepares a pool of `count` threads. A task of a prefetch starts only while fewer than `max_ahead` threads run
-        such tasks and no more urgent task is pending."""
+        """Prepares a pool of `count` threads. At most `max_ahead` of them run tasks of prefetches at once. Such a task
+        starts only while no more urgent one is pending."""
         super().__init__(name, count)
         self.max_ahead = max_ahead
         self.ahead = 0
-        """number of threads that run such tasks; changed under the lock `changed` alone"""
+        """number of threads that run tasks of prefetches; changed only under the lock `changed`"""
 
     def submit(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Runs the work in a thread and returns its future. After the threads are closed, the work never starts and the
-        future is never set."""
+        """Runs the work in a thread, and returns the future of its result. After the threads are closed, the work never
+        starts and the future never gets a result."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=False))
 
     def follow(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Runs work that belongs to a task already running, and returns its future. Unlike `submit`, it does not wait
-        for other tasks."""
+        """Runs a task that belongs to one that is already running, and returns its future. Unlike with `submit`, it
+        does not wait for more urgent tasks."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=True))
 
     def _submit(self, task: _Task) -> Future[Any]:

@@ -28,7 +28,8 @@ class GroupWeights:
     a: torch.Tensor
     """[d_in, number of A rows in the piece]"""
     parts: tuple[Part, ...]
-    """Per part: index of the projection in the group, its columns in xA (low, high), b [high - low, d_out], scale."""
+    """Parts of B, one for each projection in the piece: (index of the projection in the group, first and end of its
+    columns in xA, b [end - first, d_out], scale)."""
 
 
 LayerWeights = Mapping[str, tuple[GroupWeights, ...]]
@@ -50,7 +51,8 @@ class ArrivingWeights(Sequence[LayerWeights]):
 
 
 def view_weights(pool: Pool, positions: np.ndarray, layout: AdapterLayout, base: BaseModel) -> AdapterWeights:
-    """Returns views of an adapter whose rows are at `positions` (i64[rows], pool units)."""
+    """Returns views of an adapter's weights. `positions` i64[rows]: offsets of its rows from the pool's start, in
+    ROW_ALIGN units."""
     return [LayerViews(pool, positions, pairs, base) for pairs in layout.layers]
 
 

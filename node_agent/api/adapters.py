@@ -25,7 +25,8 @@ ANSWER_SECONDS = 10.0
 202."""
 ORDER_BYTES = 1 << 16
 WANTED_BYTES = 1 << 18
-"""Maximum bytes of a hint message: MAX_WANTED adapters with ranks and long artifact keys, and MAX_IDLE_TTLS digests."""
+"""Maximum bytes of the gateway's message with prefetch hints: MAX_WANTED adapters with ranks and long artifact keys,
+and MAX_IDLE_TTLS digests."""
 
 Order = TypeVar("Order", PrefetchOrder, EvictOrder, WantedResidency)
 

@@ -40,7 +40,7 @@ from node_agent.gpu.watch import GpuWatch
 from node_agent.heartbeat import NAME, Watch
 
 NOTICE_SECONDS = 0.3
-"""Seconds between the request to stop and the end of listening. Meanwhile the gateway learns of it and sends no more
+"""Seconds between a stop signal and the end of listening. Meanwhile the gateway learns of the stop and sends no more
 requests."""
 KEEP_ALIVE = 90
 """Seconds that an idle connection stays open. It is longer than on gateways, so that they never use a connection that
@@ -134,7 +134,8 @@ async def _answer_error(_request: Request, error: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket. The port (0: a free one) is thus known before it is announced."""
+    """Returns a listening socket. It is opened before the server starts, so that the port (0: a free one) can be
+    announced."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=512)
 

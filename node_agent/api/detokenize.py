@@ -11,10 +11,13 @@ REPLACEMENT = "\ufffd"
 """Character that tokenizers emit for bytes that do not form a character (yet)."""
 
 WINDOW = 12
-"""Maximum tokens of the window before it is shortened."""
+"""Number of tokens at which the window of last tokens is shortened."""
 KEEP = 6
-"""Tokens that remain in the window. They hold at least this many bytes, more than the 3 of an unfinished character.
-UTF-8 is self-synchronising, so decoding from there ends in the same state."""
+"""Number of tokens that remain in the window when it is shortened.
+
+They hold at least this many bytes, more than the 3 of an unfinished character. UTF-8 is self-synchronising, so decoding
+from the first of them ends in the same state.
+"""
 
 
 class TokenText:
@@ -70,7 +73,7 @@ class IncrementalDetokenizer:
         self._tokens = tokens
         self._window = _context(tokens, prompt_ids)
         self._emitted = len(tokens.decode(self._window))
-        """number of characters of the window's text that were emitted or belong to the prompt"""
+        """number of characters of the window's text that were already emitted or belong to the prompt"""
 
     def add(self, token_id: int) -> str:
         """Returns the text that this token completes: often a word, sometimes nothing."""

@@ -37,7 +37,7 @@ class EngineListener(Protocol):
     def engine_events(self, events: list[EngineEvent]) -> None: ...
 
     def engine_gone(self, reason: str) -> None:
-        """Called once after each engine_ready, when the engine is gone: earlier requests will get no more events."""
+        """Called once after each engine_ready, when that engine is gone. Earlier requests get no more events."""
 
 
 class EngineLink:

@@ -15,16 +15,16 @@ from cluster.secret import authorization
 from node_agent.api.requests import RequestRegistry
 
 POST_SECONDS = 1.0
-"""Timeout of a post in seconds. A record would be outdated after a longer time."""
+"""Timeout of a report of changes, in seconds. After a longer time the report would be outdated."""
 WHOLE_SECONDS = 5.0
-"""Timeout in seconds of a full report. After a gateway's start many nodes send one at once; if they retried too early,
-the gateway would never finish."""
+"""Timeout of a full report, in seconds. It is longer, since many nodes send full reports at once after a gateway's
+start. If they retried too early, the gateway would never finish."""
 
 log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Posts the registry's news to one gateway until cancelled. Retries an unreachable gateway forever."""
+    """Posts reports on the node's state to one gateway until cancelled. Retries an unreachable gateway forever."""
 
     def __init__(
         self, registry: RequestRegistry, gateway_url: str, secret: str, interval: float = RECORD_INTERVAL
@@ -59,8 +59,8 @@ class Publisher:
         self._heard_of(problem)
 
     def _heard_of(self, problem: str | None) -> None:
-        """Logs when the gateway starts or stops accepting reports, not each attempt. `problem`: reason of the failure;
-        None: success."""
+        """Logs when the gateway starts or stops accepting reports, but not each attempt. `problem`: reason of a failed
+        attempt; None: success."""
         is_accepted = problem is None
         if is_accepted != self._is_accepted:
             self._is_accepted = is_accepted

@@ -24,7 +24,7 @@ from node_agent.api.stops import StopMatcher
 from node_agent.ipc import Admitted, Finished, Generated, PromptScored, Top
 
 RETRYABLE = frozenset({"unavailable", "overloaded", "node_failed", "internal"})
-"""Error types that may not occur on another node."""
+"""Error types of failures that may be absent on another node, so that a retry is useful."""
 RETRY_AFTER = 1.0
 """Seconds after which callers may retry when this node is full or unavailable."""
 
@@ -56,8 +56,8 @@ class Reply:
         self.ended = False
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Processes tokens that another node has already sent, in order. The following events are those that node would
-        have sent next. Must be called before `translate`."""
+        """Processes, in order, the tokens that another node has already sent. The next events are those that the other
+        node would have sent next. Must be called before `translate`."""
         for token_id in token_ids:
             if not self.stopped:
                 self._token(Generated(self._request.id, token_id))

@@ -45,7 +45,8 @@ from node_agent.ipc import (
 EVENT_LIMIT = 4096
 """Maximum events of one request waiting for a slow reader; beyond it the request is cancelled."""
 BACKSTOP = 5.0
-"""Seconds after a request's deadline at which this process gives up. The engine normally enforces the deadline."""
+"""Seconds after a request's deadline at which this process ends the request. Normally the engine has ended it at the
+deadline."""
 SILENT_S = 2.0
 """Seconds by which a heartbeat must be overdue for the engine to get no new requests."""
 FAILED_S = 5.0
@@ -54,7 +55,7 @@ FAILED_S = 5.0
 NO_STATS = Stats(
     running=0, queued=0, kv_blocks_free=0, adapter_bytes_free=0, batch_ranks=[], batch_contexts=[], residents=[]
 )
-"""Stats while the engine has sent none."""
+"""Stats that are used while the engine has sent none."""
 OF_READY = {*Ready.__struct_fields__} & {*NodeRecord.__struct_fields__}
 """Fields of a record that are copied from Ready."""
 OF_STATS = {*Stats.__struct_fields__} & {*NodeRecord.__struct_fields__} - {
@@ -81,7 +82,7 @@ class InFlight:
         self.slo_class = request.slo_class
         self.admitted = False
         self.pictured = False
-        """whether the engine's last snapshot includes it in the batch"""
+        """whether the engine's last snapshot counts the request in the batch"""
         self.timer: asyncio.TimerHandle | None = None
         self._events: deque[RequestEvent] = deque()
         self._ended: Ended | None = None
@@ -89,8 +90,8 @@ class InFlight:
         self._cancelled = False
 
     async def events(self) -> list[RequestEvent]:
-        """Waits for events and returns all since the last call; the registry's timer bounds the wait. Raises Ended
-        after the last event of an ended request was returned."""
+        """Waits for events of the request, and returns all since the last call. The registry's timer bounds the wait.
+        Raises Ended once the last event of an ended request was returned."""
         await self._wakeup.wait()
         self._wakeup.clear()
         if self._events:
@@ -164,7 +165,7 @@ class RequestRegistry:
         return entry
 
     def cancel(self, entry: InFlight) -> None:
-        """Cancels the request in the engine. The request keeps its place until the engine has finished it."""
+        """Cancels the request in the engine. It counts as in flight until the engine has finished it."""
         if self._in_flight.get(entry.id) is entry and self.ready is not None:
             try:
                 self._send(Cancel(entry.id))
@@ -173,7 +174,7 @@ class RequestRegistry:
                 log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
 
     async def ask(self, question: Question, seconds: float) -> Answer | None:
-        """Asks the engine a question. Returns its answer, or None if there is none within `seconds`. Raises
+        """Asks the engine a question. Returns its answer; None if it does not answer within `seconds`. Raises
         ServiceError."""
         return await self._questions.ask(self._send, question, seconds)
 
@@ -196,8 +197,8 @@ class RequestRegistry:
             raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
 
     def _full_for(self, request: GenerateRequest) -> bool:
-        """Returns whether the queue is full for the request. The engine decides which request leaves a full queue, so
-        requests that may displace another are still sent to it."""
+        """Returns whether the request must be refused because the queue is full. The engine decides which request
+        leaves a full queue, so requests that may displace another are still sent to it."""
         limit = self._config.engine.queue_limit
         if self.queued < limit:
             return False
@@ -351,8 +352,8 @@ class RequestRegistry:
         return {name: getattr(self.ready, name) for name in OF_READY}
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:
-        """Returns the room for strict requests, with requests in `waiting` counted, which are not in the engine's last
-        snapshot. Returns None until the engine has reported any."""
+        """Returns the room for strict requests, with the prompt tokens of the strict requests in `waiting` added. These
+        requests are not in the engine's last snapshot. Returns None until the engine has reported any room."""
         room = self._stats.strict
         if room is None:
             return None

@@ -27,8 +27,8 @@ class ResidencyLog:
         self._published: Sequence[Resident] = ()
         self._residents: dict[str, Resident] = {}
         self._changed: dict[str, int] = {}
-        """Number of the last change by digest, in ascending order. Removed adapters stay until the gateway has
-        acknowledged it."""
+        """Number of each adapter's last change, by digest, in ascending order. Removed adapters stay until the gateway
+        has acknowledged their removal."""
 
     def news(self, record: NodeRecord, residents: Sequence[Resident], acknowledged: int) -> NodeReport:
         """Returns the report for a gateway that has acknowledged changes up to number `acknowledged`; WHOLE: a full

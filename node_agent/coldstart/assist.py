@@ -1,4 +1,5 @@
-"""The CPU workers' part of a cold pass: its adapters pinned in host memory, armed workers, and handoffs."""
+"""The assisted part of cold passes: LoRA terms that CPU workers compute while the adapter is loading. The adapter stays
+pinned in host memory meanwhile, and the workers are armed, which means that they poll for commands."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from node_agent.types import Lease
 
 
 class Assist:
-    """Owner of the host rows that open passes hold for their workers. Only the engine's thread calls it."""
+    """Opens the assisted part of cold passes, and keeps the adapters' rows in host memory while workers may read them.
+    Only the engine's thread calls it."""
 
     def __init__(self, store: AdapterStore, base: BaseModel, profile: Profile, workers: WorkerPool) -> None:
         self.store, self.base, self.profile, self.workers = store, base, profile, workers
@@ -37,14 +39,14 @@ class Assist:
         return assisted
 
     def messages(self, at_once: bool = False) -> PassMessages | None:
-        """Opens the handoffs of a pass; the caller must end them. Without `at_once`, handoffs are collected until
-        `send`. Returns None if no worker or handoff slot is free."""
+        """Returns the messages of a new pass; the caller must end them. `at_once`: send each adapter's rows to the
+        workers when they are added, instead of at `send`. Returns None if no worker or handoff slot is free."""
         handoffs = self.workers.begin_pass() if self.workers.usable else None
         return PassMessages(handoffs, at_once, self.poll) if handoffs is not None else None
 
     def join(self, messages: PassMessages, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
-        """Starts an adapter's assisted part of the pass of `messages`. Returns None if the adapter is not in host
-        memory."""
+        """Starts the assisted part of one adapter in the pass that `messages` belongs to. Returns None if the adapter
+        is not in host memory."""
         hold = self.store.hold_host(lease)
         return AssistedPass(self, hold, layout, messages) if hold is not None else None
 
@@ -55,11 +57,13 @@ class Assist:
         return self.profile.slice_tokens(elements, budget)
 
     def end(self, hold: HostAdapter, handoffs: PassHandoffs) -> None:
-        """Releases the pass's hold on host rows once its handoffs have ended and no worker reads the rows any more."""
+        """Releases an ended pass's hold on host rows, at the first `poll` after its handoffs have ended and no worker
+        reads the rows any more."""
         self._ended.append((hold, handoffs))
 
     def poll(self) -> None:
-        """Releases host rows that no worker can read any more. A late worker may still read those of an ended pass."""
+        """Releases the host rows of ended passes that no worker reads any more. A late worker may still read them after
+        the pass's end."""
         self.workers.poll()
         ended, self._ended = self._ended, []
         for hold, handoffs in ended:
@@ -70,7 +74,7 @@ class Assist:
 
 
 class AssistedPass:
-    """Part of one adapter in the handoffs of a pass."""
+    """Assisted part of one adapter in a pass: workers compute its LoRA terms, group by group."""
 
     def __init__(self, assist: Assist, hold: HostAdapter, layout: AdapterLayout, messages: PassMessages) -> None:
         self._assist, self._hold, self._layout, self._messages = assist, hold, layout, messages
@@ -79,7 +83,8 @@ class AssistedPass:
             self._arm()
 
     def open(self, x: torch.Tensor, layer: int, group: str) -> Share | None:
-        """Starts to compute the adapter's part for x [T, d_in]. Returns None if no worker can take it."""
+        """Makes workers compute the adapter's LoRA term of a group for x [T, d_in]. Returns the share of a message that
+        will have the result; None if no worker can take it."""
         self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
@@ -103,8 +108,8 @@ class AssistedPass:
             self._assist.workers.disarm()
 
     def end(self) -> None:
-        """Disarms the workers, and closes the handoffs if they are this adapter's alone. May be called repeatedly, and
-        after a failed pass."""
+        """Disarms the workers, and ends the pass's handoffs if no other adapter uses them. May be called repeatedly,
+        and after a failed pass."""
         self.rest()
         if self._open:
             self._open = False

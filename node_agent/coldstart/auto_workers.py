@@ -20,22 +20,24 @@ from node_agent.config import EngineConfig
 from node_agent.types import GROUPS
 
 TYPICAL = CallKind(GROUPS["qkv"], 64, 64)
-"""Call that is judged: a large adapter and a short prompt, which hides little of the adapter's load."""
+"""Kind of call by which workers are judged: a large adapter and a short prompt, which hides little of the adapter's
+load."""
 SHORT_PROMPT = CallKind(GROUPS["qkv"], 64, 16)
-"""Second call that is judged: a prompt of one line. Workers' results for it have a quarter of the bytes."""
+"""Second kind of call by which workers are judged: a prompt of 16 tokens. The workers' results for it have a quarter of
+the bytes that they have for TYPICAL."""
 JUDGED = (TYPICAL, SHORT_PROMPT)
 PLANS = ("pipeline", "assist")
 MIN_GAIN = 0.1
-"""Minimum share, 0 to 1, by which workers must shorten the time to first token. It is also the minimum wait without
-workers, as a share of a warm prefill, that is worth a measurement."""
+"""Minimum share, 0 to 1, by which workers must shorten the time to first token. Also the minimum wait for a load, as a
+share of a warm prefill, at which workers are measured at all."""
 SAME_ANSWER = 1.02
-"""Factor by which an answer may take longer and still count as equally fast, since call times vary."""
+"""Factor by which an answer with workers may take longer and still count as equally fast, since call times vary."""
 MAX_WORKERS = 16
-"""Maximum workers; a handoff has no work for more."""
+"""Maximum number of workers; a handoff has no work for more."""
 
 
 def refusal(config: EngineConfig) -> str:
-    """Returns why this node's settings rule out CPU workers; empty if they do not."""
+    """Returns the reason why this node's settings rule out CPU workers; empty if they do not."""
     if "assist" not in MODES[config.cold_start].plans:
         return f"cold_start: {config.cold_start} has no use for them"
     if config.host_nodes > 1:
@@ -44,9 +46,11 @@ def refusal(config: EngineConfig) -> str:
 
 
 def judge_link(config: EngineConfig, store: AdapterStore, base: BaseModel, profile: Profile) -> WorkersDecision:
-    """Returns the number of workers that could help, by the cost of the link, at most MAX_WORKERS. It is 0 if prefill
-    hides the load of a typical call even while `max_cold` loads share the link. It is also 0 if the workers' results
-    have as many bytes as the weights."""
+    """Returns the decision by the cost of the link alone: MAX_WORKERS, or 0 if workers can't help.
+
+    They can't help if the prefill hides the load of a TYPICAL call even while `max_cold` loads share the link. Nor can
+    they if their results have as many bytes as the weights.
+    """
     layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
     warm, alone = exposed_seconds(store, base, profile, loads=1)
     _, together = exposed_seconds(store, base, profile, loads=config.max_cold)
@@ -62,7 +66,7 @@ def judge_link(config: EngineConfig, store: AdapterStore, base: BaseModel, profi
 
 
 def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> tuple[float, float]:
-    """Returns two times in seconds for a typical call, while `loads` loads share the link. The first is its warm
+    """Returns two times of a TYPICAL call, in seconds, while `loads` loads share the link. The first is its warm
     prefill, the second the delay of its first token by pipelined loading."""
     layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
     costs = pipelined_costs(profile, layout, TYPICAL.tokens, loads)
@@ -70,13 +74,17 @@ def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, load
 
 
 def is_judged(times: PassTimes) -> bool:
-    """Returns whether all judged kinds of calls were measured."""
+    """Returns whether all kinds of calls by which workers are judged were measured."""
     return all(times.is_measured(kind, PLANS) for kind in JUDGED)
 
 
 def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
-    """Returns `count` workers if measured calls gain by them, else 0. For a judged kind, alone or concurrently, first
-    tokens must come MIN_GAIN sooner and answers must not end later. `link`: the decision by the link alone."""
+    """Returns a decision for `count` workers if measured calls gain by them, else for none. `link`: the decision by the
+    link alone.
+
+    Calls gain if, for at least one of the judged kinds, alone or concurrently, first tokens come sooner by MIN_GAIN and
+    answers do not end later.
+    """
     alone = [_Comparison.of(kind, {plan: times.of(kind, plan) for plan in PLANS}) for kind in JUDGED]
     burst = [_Comparison.of(kind, {plan: times.burst(kind, plan) for plan in PLANS}) for kind in JUDGED]
     comparisons = [comparison for comparison in alone + burst if comparison is not None]
@@ -100,7 +108,7 @@ class _Comparison:
 
     @classmethod
     def of(cls, kind: CallKind, samples: dict[str, list[PassSample]]) -> _Comparison | None:
-        """Returns the comparison; None if a plan has no samples."""
+        """Returns the comparison of a kind's samples, given by plan; None if a plan has no samples."""
         measured = {plan: [sample for sample in each if sample.answer] for plan, each in samples.items()}
         if not all(measured.values()):
             return None
@@ -110,7 +118,7 @@ class _Comparison:
 
     @property
     def gains(self) -> bool:
-        """Returns whether workers bring first tokens MIN_GAIN sooner without later answers."""
+        """Returns whether workers bring first tokens sooner by MIN_GAIN, without later ends of the answers."""
         sooner = self.first["assist"] <= (1 - MIN_GAIN) * self.first["pipeline"]
         return sooner and self.answer["assist"] <= SAME_ANSWER * self.answer["pipeline"]
 

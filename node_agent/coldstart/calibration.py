@@ -30,7 +30,7 @@ ANSWER = 12
 """Number of tokens of a measured call's answer."""
 CALL_LIMIT_S = 30.0
 IDLE_S = 3e-4
-"""Seconds between two checks of a load while there is nothing to compute."""
+"""Seconds of sleep between two iterations of the engine while a load runs and there is nothing to compute."""
 
 
 class Interrupted(Exception):
@@ -53,13 +53,15 @@ class Calibration:
     _random: random.Random = field(default_factory=random.Random)
     """Source of random prompts. They must differ from earlier ones: the prefix cache would shorten their passes."""
     _answers: list[EngineEvent] = field(default_factory=list)
-    """Answers to operators' questions that arrived during a measured call; they are returned to the engine."""
+    """Answers to operators' questions that arrived during a measured call. They are put back into the engine, which
+    sends them."""
 
     def measure(self, kind: CallKind, plans: tuple[str, ...], rounds: int = ROUNDS, calls: int = 1) -> None:
-        """Adds `rounds` passes of each plan, alternating, to the engine's PassTimes. One uncounted pass of each comes
-        first, since libraries initialise for new shapes.
+        """Measures `rounds` calls of each plan in turn, and adds their times to the engine's PassTimes. A call of each
+        plan comes first that is not counted, since libraries initialise for new shapes.
 
-        `calls`: number of concurrent calls, each with its own adapter. Raises Interrupted; finished measurements stay.
+        `calls`: number of concurrent calls in each round, each with its own adapter. Raises Interrupted; finished
+        measurements are kept.
         """
         times = self.engine.cold_start.times
         for number in range(-1, rounds):
@@ -71,7 +73,8 @@ class Calibration:
                     times.add(sample)
 
     def run(self, kind: CallKind, plan: str, calls: int = 1) -> PassSample:
-        """Runs `calls` concurrent calls and returns their times; for several, means. Raises Interrupted."""
+        """Runs `calls` concurrent calls with this plan. Returns their times, or the mean times of several calls. Raises
+        Interrupted."""
         starts, limits = self.engine.cold_start, self.engine.limits
         if kind.tokens > limits.chunk_tokens or kind.tokens + ANSWER > limits.max_context:
             raise Interrupted(f"a prompt of {kind.tokens} tokens with {ANSWER} more does not fit this node")
@@ -169,7 +172,7 @@ class Calibration:
             time.sleep(IDLE_S)
 
     def _settle(self, digest: str) -> None:
-        """Waits up to CALL_LIMIT_S until a synthetic adapter's load has ended and its lease is released."""
+        """Waits up to CALL_LIMIT_S seconds until a synthetic adapter's load has ended and its lease is released."""
         store, until = self.engine.store, time.monotonic() + CALL_LIMIT_S
         while time.monotonic() < until:
             store.poll()

@@ -12,15 +12,15 @@ from node_agent.coldstart.messages import Share
 from node_agent.types import GROUPS, LayerState, PassLora
 
 ON_DEVICE = (LayerState.ENQUEUED, LayerState.DEVICE)
-"""States of layers that the device computes. The stream waits for a copy that is only enqueued."""
+"""States of layers that the device computes. Where a copy is only enqueued, the device's stream waits for it."""
 
 
 class ColdLora:
-    """ArrivingLora of one adapter that may be partly loaded.
+    """ArrivingLora of one adapter that may be only partly on the device.
 
-    The first `begin` of a layer fixes where it is computed. A failed handoff poisons the pass: its values are wrong
-    from there on and must not be used, and no LoRA terms are computed for the rest. On a GPU a failure is certain only
-    once the pass has ended.
+    The first `begin` of a layer decides whether the device or workers compute it. A failed handoff poisons the pass:
+    its values are wrong from that layer on and must not be used, and no LoRA terms are computed for the remaining
+    layers. On a GPU a failure is certain only once the pass has ended.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ColdLora:
         self._handoff: Share | None = None
         self._failed = False
         self.waited = 0.0
-        """seconds spent waiting for workers"""
+        """seconds that the engine has waited for workers"""
 
     @property
     def poisoned(self) -> bool:

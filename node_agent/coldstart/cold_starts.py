@@ -33,11 +33,11 @@ from node_agent.types import LayerState, Lease, PassLora, Plan
 
 MAX_OUTCOMES = 256
 NO_WAIT = 0.02
-"""Share of the time of the base model's products, which overlap with the workers. A chunk that waited less counts as
-having workers on time."""
+"""Share of the time of the base model's products, which overlap with the workers' computation. A chunk that waited less
+than this share for workers counts as not having waited."""
 MAX_CROSSING_S = 0.1
-"""Maximum seconds of one handoff's bytes on the link. Above it workers are not used, since a wait for them is
-bounded."""
+"""Maximum seconds that the bytes of one handoff may take on the link. For longer ones workers are not used, since a
+wait for them is bounded."""
 MAX_UNMEASURED = 16
 """Maximum kinds of calls that wait to be measured."""
 
@@ -48,7 +48,8 @@ class ColdStartMode:
 
     plans: tuple[str, ...]
     blocks: bool = False
-    """whether nothing else is computed while an adapter loads, as in S-LoRA (computed by our code)"""
+    """whether nothing else is computed while an adapter loads; a baseline that imitates S-LoRA with this project's
+    code"""
     whole_adapter: bool = False
     """whether the device computes no layer of an incompletely loaded adapter: CPU assistance without the pipeline"""
     decodes: bool = False
@@ -78,7 +79,8 @@ class WorkersDecision:
 
 
 class ColdStarts:
-    """Planner of cold chunks (docs/design/seams.md). Only the engine's thread calls it."""
+    """Planner of cold chunks, which are prompt chunks whose adapter is not on the device yet (docs/design/seams.md).
+    Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -92,9 +94,10 @@ class ColdStarts:
         self.store, self.base, self.mode = store, base, mode
         self.times = PassTimes()
         self.row_cpu = Correction()
-        """Correction of the workers' time for decode rows."""
+        """Factor by which the forecast of the workers' time for decode rows is corrected."""
         self.device = Correction(fade_s=HOST_FADE_S, rate=HOST_RATE)
-        """Correction of the engine's time for layers; 1 on a GPU, where the engine does not see the device's time."""
+        """Factor by which the forecast of the engine's time for layers is corrected. It is 1 on a GPU, where the engine
+        does not see the device's time."""
         self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
         """Kinds of calls that workers may help, by the profile or by few measured passes. They are measured while the
@@ -111,7 +114,7 @@ class ColdStarts:
         self.latest: Plan | None = None
 
     def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
-        """Uses this profile and these workers from now on."""
+        """Replaces the profile and the workers for later plans."""
         self.profile, self.workers = profile, workers
         if profile is not None:
             self.times = PassTimes(profile.passes)
@@ -131,7 +134,8 @@ class ColdStarts:
         return self.workers is not None and self.workers.usable > 0
 
     def plan(self, lease: Lease, n_tokens: int, contention: Contention) -> Plan:
-        """Returns the plan for a chunk of `n_tokens` that starts now, and sets the adapter's load order accordingly."""
+        """Returns the plan for a chunk of `n_tokens` tokens that starts now. Sets the order in which the adapter's
+        layers are loaded accordingly."""
         if self.profile is None:
             return Plan("wait")
         costs = self.costs(lease, n_tokens, self.profile)
@@ -190,9 +194,11 @@ class ColdStarts:
         return wait_seconds(costs) if name == "wait" else float(forecast(costs)[0][assisted])
 
     def _apart(self, costs: ChunkCosts, n_tokens: int, contention: Contention, profile: Profile) -> float:
-        """Returns the total seconds that other requests lose if the chunk gets a separate pass. Requests whose adapters
-        are also loading count only if all adapters would arrive in time to share a pass: if a load alone takes no
-        longer than a warm prefill."""
+        """Returns the total seconds that other requests lose if the chunk gets a separate pass.
+
+        Other requests whose adapters are also loading count only if all the adapters would arrive in time to share a
+        pass. This is assumed if a load that is alone on the link takes no longer than a warm prefill.
+        """
         layers = self.base.num_layers
         load = costs.load.sum() / max(1, self.store.loads_in_flight)
         together = costs.in_host.max() + load <= layers * costs.device
@@ -200,8 +206,8 @@ class ColdStarts:
         return sharing * layers * profile.apart_seconds(n_tokens, sharing)
 
     def _decode_costs(self, lease: Lease, costs: ChunkCosts, tokens: int, profile: Profile) -> DecodeCosts:
-        """Returns the costs of the decode steps after a chunk. Some of them may be computed while the adapter is
-        loading; CPU workers then compute half of the loading layers on average."""
+        """Returns the costs of the decode steps after a chunk. Some steps may be computed while the adapter is still
+        loading. In these, CPU workers compute half of the layers that are still missing, on average."""
         rows, row_costs = 1 + costs.other_requests, RowCosts(profile, self.base)
         step = row_costs.step(rows)
         if not (self.mode.decodes and self.assists):
@@ -215,15 +221,18 @@ class ColdStarts:
         )
 
     def _row_work(self, lease: Lease, rows: int, costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the workers' seconds for `rows` decode rows, with their correction, and the seconds of link
-        transfers; both f64[N, groups]."""
+        """Returns two arrays f64[N layers, groups] for `rows` decode rows: the workers' corrected seconds, and the
+        seconds of link transfers."""
         layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
         crossings = costs.crossings(layout, row_bytes, self.store.loads_in_flight)
         return self.row_cpu.value * costs.work(layout, rows), crossings
 
     def _result_seconds(self, lease: Lease, rows: int) -> np.ndarray:
-        """Returns f64[N]: seconds by which the workers' results for the rows delay the load. It is 0 where workers
-        share the device's memory."""
+        """Returns f64[N]: for each of N layers, the seconds by which the workers' results delay the adapter's load.
+
+        Results for `rows` rows cross the same link to the device as the load. All values are 0 where workers share the
+        device's memory.
+        """
         if self.profile is None or self.profile.handoff is None or self.link is None:
             return np.zeros(self.base.num_layers)
         row_bytes = rows * self.store.pool.data.element_size()
@@ -252,11 +261,11 @@ class ColdStarts:
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
     def joining(self, waiting: Iterable[tuple[Lease, int]], other_requests: int) -> set[str]:
-        """Returns the digests of loading adapters whose rows join the next decode step. They need not wait for a layer,
-        and all requests together gain.
+        """Returns the digests of loading adapters whose rows join the next decode step. A row joins if it need not wait
+        for a layer, and if all requests together gain time by it.
 
-        `waiting`: each loading adapter with rows to decode, and their number. `other_requests`: number of requests that
-        a longer step would delay.
+        `waiting`: each loading adapter that has rows to decode, and the number of these rows. `other_requests`: number
+        of requests that a longer step would delay.
         """
         chosen: set[str] = set()
         if self.profile is None or not self.mode.decodes:
@@ -284,12 +293,15 @@ class ColdStarts:
         return self.ready_until(lease, Plan("assist", layers), 0) == layers
 
     def on_device(self, lease: Lease) -> bool:
-        """Returns whether each layer is on the device, or its copy is enqueued."""
+        """Returns whether all layers of the leased adapter are on the device, or their copies enqueued."""
         return all(self.state(lease, layer) in ON_DEVICE for layer in range(self.base.num_layers))
 
     def observe_joined(self, joined: Sequence[tuple[Lease, int, ColdLora]]) -> None:
-        """Learns from the decode rows of the adapters that joined one step. The workers computed all of them during one
-        base product, so the adapter served last waited for the earlier ones."""
+        """Corrects the forecast of the workers' time by the decode rows of adapters that joined one step.
+
+        The workers computed the rows of all these adapters during one base product, so the adapter served last waited
+        for the earlier ones.
+        """
         if self.profile is None or self.workers is None or not self.assists:
             return
         costs, layers = RowCosts(self.profile, self.base), self.base.num_layers
@@ -301,7 +313,7 @@ class ColdStarts:
         self._learn(self.row_cpu, float(np.sum(work)), float(between.sum()), sum(lora.waited for _, lora in parts))
 
     def observe(self, lease: Lease, outcome: Outcome) -> None:
-        """Learns from a computed chunk of the leased adapter."""
+        """Corrects later forecasts by the planned and measured times of a computed chunk."""
         self.outcomes.append(outcome)
         if self.profile is not None and not outcome.other_requests and self.store.pool.data.device.type == "cpu":
             self.device.learn(self.base.num_layers * self.profile.layer_seconds(outcome.tokens), outcome.computed)
@@ -310,18 +322,20 @@ class ColdStarts:
             self.times.add(PassSample(kind, outcome.plan, outcome.by_profile, outcome.seconds))
 
     def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
-        """Corrects the workers' forecast `cpu` seconds: they actually took `between` (seconds of the base products)
-        plus `waited`. Does nothing on a GPU, where waits are invisible to the engine."""
+        """Updates a correction of the workers' time. `cpu`: forecast seconds; `between`: seconds of the base's
+        products, which overlap with the workers; `waited`: seconds that the engine then waited. The actual time is
+        `between` + `waited`. Does nothing on a GPU, where waits are invisible to the engine."""
         if self.store.pool.data.device.type == "cpu":
             correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
 
     def learn_load(self, size: int, seconds: float) -> None:
-        """Learns from a load from host memory: in `seconds`, `size` bytes of all loads crossed the link."""
+        """Corrects the cost of the link: in `seconds`, `size` bytes of all loads crossed it."""
         if self.link is not None:
             self.link.learn(size, seconds)
 
     def ready_until(self, lease: Lease, plan: Plan, layer: int) -> int:
-        """Returns the layer up to which a pass of this plan, now at `layer`, may be advanced."""
+        """Returns the number of the first layer, from `layer` on, that a pass of this plan cannot compute now. Returns
+        the number of layers if it can compute all."""
         layers = self.base.num_layers
         if self.store.loaded(lease):
             return layers
@@ -330,7 +344,8 @@ class ColdStarts:
         return layer
 
     def state(self, lease: Lease, layer: int) -> int:
-        """Returns the layer's LayerState as seen by this node's cold-start mode."""
+        """Returns the layer's LayerState as this node's mode sees it. With `whole_adapter`, layers on the device count
+        as in host memory until all are loaded."""
         state = self.store.state(lease, layer)
         if state in ON_DEVICE and self.mode.whole_adapter and not self.store.loaded(lease):
             return LayerState.HOST
@@ -353,8 +368,8 @@ class ColdStarts:
         return bool((1 + plan.other_requests) * plan.cpu_extra[layer] < load_s)
 
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
-        """Returns the costs of each layer of the chunk by the profile, with the link's recent speed and current
-        sharing."""
+        """Returns the costs of a chunk of `n_tokens` tokens, by the profile and the recent speed of the link. The link
+        is shared by the loads that are now in progress."""
         assert self.link is not None  # set together with the profile
         layout, layers, link = self.store.layout(lease), self.base.num_layers, self.link.cost
         sharing = max(1, self.store.loads_in_flight)
@@ -371,15 +386,19 @@ class ColdStarts:
         return ChunkCosts(self.layer_seconds(n_tokens, profile), cpu, load, in_host, results, link.latency)
 
     def layer_seconds(self, n_tokens: int, profile: Profile) -> float:
-        """Returns the seconds of one layer of a chunk on the device, at the host's recent speed."""
+        """Returns the seconds of one layer of a chunk of `n_tokens` tokens on the device, at the host's recent
+        speed."""
         return self.device.value * profile.layer_seconds(n_tokens)
 
     def worker_seconds(
         self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int, sharing: int = 1
     ) -> np.ndarray:
-        """Returns f64[N]: seconds of each layer if `workers` workers compute its LoRA term while `sharing` loads use
-        the link. It is infinite without workers, or if the results have as many bytes as the weights, since workers
-        would then only cause delay."""
+        """Returns f64[N layers]: seconds of each layer if `workers` workers compute its LoRA term while `sharing` loads
+        use the link.
+
+        A value is infinite without workers. It is infinite also if the results have as many bytes as the weights, since
+        workers would then only cause delay, and if a transfer takes longer than MAX_CROSSING_S.
+        """
         if not workers or profile.cpu is None:
             return np.full(len(layout.layers), np.inf)
         row_bytes = n_tokens * self.store.pool.data.element_size()

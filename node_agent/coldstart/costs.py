@@ -21,7 +21,8 @@ def group_elements(layout: AdapterLayout, layer: int, base: BaseModel) -> dict[s
 
 
 def group_shares(base: BaseModel) -> dict[str, float]:
-    """Returns each group's share of a layer's time, 0 to 1, in proportion to its products."""
+    """Returns each projection group's share of a layer's time, 0 to 1, in proportion to the size of its matrix
+    products."""
     sizes = {group: sum(base.widths[p][0] * base.widths[p][1] for p in members) for group, members in GROUPS.items()}
     return {group: size / sum(sizes.values()) for group, size in sizes.items()}
 
@@ -40,8 +41,8 @@ def pipelined_costs(profile: Profile, layout: AdapterLayout, tokens: int, loads:
 
 
 def result_bytes(layout: AdapterLayout, base: BaseModel, row_bytes: int) -> np.ndarray:
-    """Returns f64[N]: bytes of the workers' results per layer, which cross the link to the device. `row_bytes`: bytes
-    of one element times the number of rows."""
+    """Returns f64[N layers]: bytes of the workers' results for each layer, which cross the link to the device.
+    `row_bytes`: bytes of one element times the number of rows."""
     elements = np.array([base.widths[p][1] for p in range(len(base.widths))], float)
     adapted = np.zeros((len(layout.layers), len(elements)), bool)
     for layer in range(len(layout.layers)):
@@ -53,6 +54,6 @@ def result_bytes(layout: AdapterLayout, base: BaseModel, row_bytes: int) -> np.n
 
 
 def group_widths(base: BaseModel, group: str) -> tuple[int, int]:
-    """Returns the elements of a token's input, and the elements of all its outputs together."""
+    """Returns the number of elements of a token's input to a projection group, and that of all its outputs together."""
     members = GROUPS[group]
     return base.widths[members[0]][0], sum(base.widths[p][1] for p in members)

@@ -1,4 +1,5 @@
-"""Cores shared by the engine and its CPU LoRA workers. The engine has all of them while no worker is armed."""
+"""Cores that the engine shares with its CPU LoRA workers. The engine has all of them except while a worker is armed,
+that is, polls for commands."""
 
 from __future__ import annotations
 
@@ -10,22 +11,24 @@ import torch
 from node_agent.cores import usable_cores
 
 CHEAP_CHANGE = 2
-"""Thread count up to which changing it costs a few microseconds. Above it libgomp ends and starts threads at each
-change (20 to 50 us), so it changes once per run of assisted layers, not per handoff."""
+"""Number of the engine's threads up to which changing it costs a few microseconds. Above it, libgomp ends and starts
+threads at each change (20 to 50 us). The number then changes once per run of consecutive assisted layers, not per
+handoff."""
 
 
 class EngineCores:
-    """Lends cores to workers and takes them back. Only the engine's thread calls it."""
+    """Lends cores of the engine to workers, and takes them back. Only the engine's thread calls it."""
 
     def __init__(self, threads: int, workers: Collection[int]) -> None:
-        """`threads`: torch threads of the engine while no worker is armed; `workers`: numbers of the workers' cores."""
+        """`threads`: torch threads of the engine while no worker is armed; `workers`: core numbers of the workers."""
         self._all = os.sched_getaffinity(0)
         self._without_workers = self._all - set(workers) or self._all
         self.threads = threads
         self.fewer = max(1, min(threads, usable_cores() - len(workers)))
         """Torch threads of the engine while workers are armed."""
         self.per_handoff = threads <= CHEAP_CHANGE
-        """True if cores change hands at each handoff; False if once per run of assisted layers."""
+        """True if cores pass to the workers and back at each handoff; False if once per run of consecutive assisted
+        layers."""
 
     @property
     def slowdown(self) -> float:

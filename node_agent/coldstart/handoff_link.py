@@ -15,14 +15,14 @@ class HandoffLink:
     """Charges handoffs to a simulated link between host memory and the device."""
 
     def __init__(self, to_device: Link, count_crossed: Callable[[int], None]) -> None:
-        """`to_device`: link of the loads, which must have a config. `count_crossed` is called with the bytes of
-        results."""
+        """`to_device`: simulated link of the adapters' loads; its config must not be None. `count_crossed` is called
+        with the bytes of results that cross it."""
         assert to_device.config is not None
         self._to_device, self._config, self._count_crossed = to_device, to_device.config, count_crossed
 
     def charge(self, handed: int, answered: int) -> tuple[int, int]:
-        """Starts a transfer of `answered` bytes to the device, which competes with the loads. Returns the microseconds
-        of delay before the workers start (`handed` bytes cross) and before they answer."""
+        """Starts a transfer of `answered` bytes to the device, which competes with the loads. Returns two delays in
+        microseconds: before the workers start, while `handed` bytes cross, and before they answer."""
         sharing = 1 + self._to_device.active
         self._to_device.begin(Flow(), answered)
         self._count_crossed(answered)

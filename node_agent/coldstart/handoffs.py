@@ -13,26 +13,27 @@ from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.slices import Segment
 
 WAIT_LIMIT_S = 1.0
-"""Maximum seconds to wait for a worker's answer; a slice takes a hundredth of it."""
+"""Maximum seconds to wait for a worker's answer. Computing a slice takes about a hundredth of it."""
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Slice of a handoff that one worker computes."""
+    """Part of a handoff that one worker computes: a slice of its tokens, or a share of the weights for all its
+    tokens."""
 
     worker: WorkerState
     flag: int
-    """address of the done flag"""
+    """memory address of the done flag, which the worker sets to `value` when it has answered"""
     value: int
     at: int
-    """index of the command among the worker's commands"""
+    """index of the part's command among the worker's commands in the shared memory"""
     begin: int
-    """first token of its slice; workers that split the weights have the same tokens"""
+    """first token of the slice; all tokens of the handoff if workers split the weights"""
     end: int
 
 
 class HandoffPool(Protocol):
-    """Methods of a WorkerPool that handoffs use."""
+    """Part of a WorkerPool that handoffs use."""
 
     takeover_ns: int
 
@@ -58,10 +59,11 @@ class PassHandoffs(Protocol):
         ended."""
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Any:
-        """Opens a handoff as `WorkerPool.open` does. Returns an object with `wait`, `outputs` and `close`, or None."""
+        """Opens a handoff as `WorkerPool.open` does. Returns an object with `wait`, `outputs` and `close`; None if no
+        worker can take it."""
 
     def end(self) -> None:
-        """Declares that the pass opens no more handoffs. Afterwards it may become `quiet`."""
+        """Declares that the pass opens no more handoffs. `quiet` is True once none is read any more."""
 
     @property
     def quiet(self) -> bool:
@@ -69,7 +71,8 @@ class PassHandoffs(Protocol):
 
 
 class HostPass:
-    """Handoffs of an engine on a CPU. The caller waits for each, and thereby learns of its failure."""
+    """Handoffs of one cold pass of an engine on a CPU. The caller waits for each handoff, and so learns when it
+    fails."""
 
     failed = False
 
@@ -93,11 +96,12 @@ class HostPass:
 
 
 class Handoff:
-    """LoRA term of one projection group that workers are computing. If a worker exits or stalls, another one computes
-    its slice; if none is free, the handoff fails."""
+    """LoRA term of one projection group that workers are computing. If a worker exits or does not answer, another one
+    computes its slice; if none is free, the handoff fails."""
 
     def __init__(self, pool: HandoffPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
-        """`outputs`: views of the slot's y area."""
+        """`outputs`: views [T, d_out] of the slot's y area, one for each projection. The workers write their results to
+        them."""
         self._pool, self._slot, self._parts, self._views = pool, slot, parts, outputs
         self._outputs = outputs
         self._arrived: bool | None = None
@@ -108,7 +112,7 @@ class Handoff:
 
     @property
     def parts(self) -> list[Part]:
-        """Returns the handoff's parts, including those of stand-ins."""
+        """Returns the handoff's parts, including those that another worker computes in place of a late one."""
         return [*self._parts, *(part for stand_in in self._stand_ins for part in stand_in.parts)]
 
     def wait(self, timeout: float = WAIT_LIMIT_S) -> bool:
@@ -124,7 +128,7 @@ class Handoff:
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """Outputs [T, d_out] per projection; valid after a successful `wait` until `close`."""
+        """Outputs [T, d_out] of each projection. Valid after a successful `wait`, until `close`."""
         if not (self._arrived and self._open):
             raise RuntimeError("a handoff's outputs are there between a successful wait and its close only")
         return self._outputs
@@ -137,12 +141,14 @@ class Handoff:
             self._pool.release(self._slot, self._parts, self.answered)
 
     def _await_own(self, end_ns: int) -> bool:
-        """Waits without stand-ins, since the only other worker may be the one being replaced."""
+        """Waits until `end_ns` for this handoff's workers, without replacing any: it may itself be the replacement.
+        Returns whether all have answered."""
         self.answered = self._arrived = all(self._pool.await_part(part, end_ns) for part in self._parts)
         return self.answered
 
     def _complete(self, missing: list[Part], end_ns: int) -> bool:
-        """Returns whether the missing slices arrive, from any worker, before `end_ns`."""
+        """Waits for the missing slices, and replaces their workers. Returns whether all arrive before `end_ns`
+        (monotonic nanoseconds)."""
         self._outputs = [y.clone() for y in self._views]  # a stalled worker may write to the views when it wakes
         slices: dict[tuple[int, int], list[Part]] = {}
         for part in missing:
@@ -153,8 +159,8 @@ class Handoff:
         return arrived
 
     def _complete_slice(self, parts: Sequence[Part], end_ns: int) -> bool:
-        """Obtains one slice; `parts` are its missing shares. A stand-in computes the whole slice. Returns whether it
-        arrived."""
+        """Obtains one slice, of which `parts` are missing. Another worker computes the whole slice if one is free.
+        Returns whether it arrived before `end_ns`."""
         begin, end = parts[0].begin, parts[0].end
         stand_in = self._pool.take_over(parts) if time.monotonic_ns() < end_ns else None
         rows: Sequence[torch.Tensor]

@@ -1,7 +1,5 @@
-"""Starts the CPU LoRA workers, detects their exits at once, and restarts them, in a separate thread.
-
-One thread spawns all of them, since the kernel kills a worker when the thread that started it ends.
-"""
+"""Starts the CPU LoRA workers, detects their exits at once, and restarts them. It does so in a separate thread. That
+one thread starts all of them, since the kernel kills a worker when the thread that started it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ from node_agent.coldstart.shared import WorkerConfig, WorkerReady
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 30.0
 STEADY = 30.0
-"""Seconds of runtime after which a worker counts as stable: its next restart waits only for FIRST_BACKOFF."""
+"""Seconds of runtime after which a worker counts as stable. If it exits later, its restart waits only for
+FIRST_BACKOFF."""
 START_LIMIT_S = 120.0
 """Maximum seconds from process start until the worker is warm. The first worker on a machine compiles the operator."""
 JOIN_LIMIT_S = 10.0
@@ -43,18 +42,18 @@ class WorkerState:
     began: float
     ready: WorkerReady | None = None
     ended: bool = False
-    """whether the process was reaped, so that it writes nothing any more"""
+    """whether the process was reaped; it then no longer writes to the shared memory"""
     commands: int = 0
     """number of unanswered commands"""
     late: tuple[Callable[[], bool], ...] = ()
-    """for each command that timed out, a check whether it was answered since. The worker gets no new commands until all
-    are."""
+    """for each command that timed out, a function that returns whether it was answered since. The worker gets no new
+    commands until all were answered."""
     late_since: float = 0.0
 
 
 @dataclass
 class _Place:
-    """Place of a worker, across restarts of its process."""
+    """State of one of the keeper's workers that outlasts restarts of its process."""
 
     worker: WorkerState | None = None
     backoff: float = FIRST_BACKOFF
@@ -63,8 +62,8 @@ class _Place:
 
 
 class Keeper:
-    """Keeper of worker processes. `config(index, epoch)` returns a worker's settings; workers inherit `fds`. Epochs
-    count from 1."""
+    """Starts and restarts worker processes. `config(index, epoch)` returns the settings of the worker with this index.
+    `epoch` counts all processes that were started, from 1. The processes inherit the descriptors `fds`."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class Keeper:
         place.worker = WorkerState(index, self._epochs, process, pidfd, time.monotonic())
 
     def _next_look(self, place: _Place, now: float) -> float:
-        """Returns the seconds until the place must be checked again."""
+        """Returns the seconds until this worker's process must be checked or restarted."""
         worker = place.worker
         if worker is None:
             return place.restart_at - now

@@ -14,22 +14,23 @@ from cluster.least_squares import nonnegative
 from node_agent.coldstart.profile import LinkCost
 
 LEAST, MOST = 0.25, 16.0
-"""Bounds of a correction factor."""
+"""Minimum and maximum of a correction factor."""
 RATE = 0.3
-"""Weight of one observation in the moving average of logarithms, 0 to 1."""
+"""Weight of one observation, 0 to 1, in the moving average of the logarithms of observed / forecast."""
 LOADS_KEPT = 16
 REFIT_S = 1.0
 MIN_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
-"""Bounds, in seconds, of the load durations that are used."""
+"""Minimum and maximum duration of the loads that are used, in seconds."""
 PROFILE_SIZES = (1 << 20, 1 << 27)
-"""Sizes, in bytes, of two loads by the profile that weigh as much as two new observations."""
+"""Sizes, in bytes, of two assumed loads at the profile's cost of the link. Together they weigh as much as two new
+observations."""
 HOST_FADE_S = 120.0
 """Half-life, in seconds, of the correction of the engine's speed; hosts stay slow for minutes."""
 HOST_RATE = 0.7
-"""Weight of one pass in the correction of the engine's speed. It is high, since one pass shows the speed almost
-exactly."""
+"""Weight of one pass, 0 to 1, in the correction of the engine's speed. It is high, since one pass shows the speed
+almost exactly."""
 FADE_S = 10.0
-"""Half-life, in seconds, of other corrections, so that plans not chosen for seeming slow are tried again."""
+"""Half-life, in seconds, of all other corrections. It is short, so that a plan that once seemed slow is tried again."""
 
 
 class Correction:
@@ -46,8 +47,8 @@ class Correction:
         return float(self._value ** (0.5 ** (age / self._fade_s)))
 
     def learn(self, forecast: float, observed: float, at_most: bool = False) -> None:
-        """Updates the factor with one observation. `at_most`: `observed` is only an upper bound. Ignores a forecast of
-        0."""
+        """Updates the factor with one observation. `forecast` and `observed` are in seconds; a forecast of 0 is
+        ignored. `at_most`: whether `observed` is only an upper bound."""
         if not (forecast > 0 and observed >= 0):
             return
         old = self.value
@@ -110,9 +111,9 @@ class Outcome:
     plan: str
     tokens: int
     forecast: float
-    """forecast seconds from planning to the end of the last layer"""
+    """forecast seconds from the plan to the end of the last layer"""
     seconds: float
-    """measured seconds, including other passes in between"""
+    """measured seconds from the plan to the end of the last layer, including other passes in between"""
     exposed_forecast: float
     exposed: float
     """seconds of waiting for adapter bytes"""
@@ -122,7 +123,8 @@ class Outcome:
     """engine seconds for the layers, without waits for CPU workers"""
     layers_cpu: int
     layers_device: int
-    """layers of the chunk by where their LoRA terms were computed"""
+    """number of the chunk's layers whose LoRA terms the device computed; the previous field counts those of CPU
+    workers"""
     other_requests: int = 0
     """number of other requests, which may have had passes in between"""
     by_profile: float = 0.0

@@ -37,16 +37,16 @@ from node_agent.types import GROUPS, ModelRunner, PassLora
 GROUP = "qkv"
 """Projection group whose slices are measured."""
 HANDED_ROWS = 64
-"""Rows of the larger measured handoff; few enough for a slow simulated link."""
+"""Number of rows of the larger of the two measured handoffs; few enough for a slow simulated link."""
 LENT = "measured"
 """Digest of the synthetic adapter whose slices are measured."""
 LINK = "link"
-"""Owner of the device pages that are copied to."""
+"""Name of the owner of the device pages to which the measurement copies."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Points and repetitions of a measurement."""
+    """Extent of a measurement: its points and repetitions."""
 
     tokens: tuple[int, ...]
     """prompt lengths for layers, and slice lengths for workers, in tokens"""
@@ -67,8 +67,8 @@ def measure(
     effort: Effort,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """Returns the measured profile of a node that serves nothing meanwhile. `progress` receives the name of each
-    step."""
+    """Returns the measured profile of a node, which must serve nothing while it is measured. `progress` is called with
+    the name of each step."""
     progress("a layer on the device")
     layer = measure_layers(runner, blocks, effort, assisted=isinstance(workers, StreamPool))
     progress("the link from host memory")
@@ -86,8 +86,10 @@ def measure(
 def measure_layers(
     runner: ModelRunner, blocks: BlockPool, effort: Effort, assisted: bool
 ) -> tuple[tuple[int, float], ...]:
-    """Measures a layer for each of the effort's prompt lengths that fits. Returns (tokens, seconds) pairs. `assisted`:
-    uses the kind of pass that hands layers to CPU workers on a GPU, without the handoffs."""
+    """Measures a layer for each of the prompt lengths of `effort` that fits. Returns (tokens, seconds) pairs.
+
+    `assisted`: measure the kind of pass in which a GPU hands layers to CPU workers, but without handoffs.
+    """
     room = blocks.free * runner.block_tokens
     lengths = sorted({min(tokens, room) for tokens in effort.tokens})
     lora = NoHandoffs((GROUP,)) if assisted else None
@@ -114,8 +116,8 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
 
 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
-    """Measures copies of 1 and of up to 16 pages from host memory to the device, as loads make them. Uses free device
-    pages. Adds the cost of a simulated link."""
+    """Returns the cost of the link, by copies of 1 and of up to 16 pages from host memory to the device. Uses free
+    device pages, and includes the cost of a simulated link."""
     host, device = store.host_memory.pool, store.pool
     pages = device.pages.take(min(16, host.pages.count, device.pages.free), LINK) or []
     try:
@@ -160,8 +162,8 @@ def crosses_link(workers: WorkerPool) -> bool:
 
 
 def measure_handoff(workers: WorkerPool, device: torch.device, rounds: int) -> LinkCost:
-    """Returns the cost of a handoff that workers answer at once, from one row and from HANDED_ROWS rows. Raises
-    ProfileError if no worker takes them."""
+    """Returns the cost of a handoff that workers answer without computing. It is measured with one row and with
+    HANDED_ROWS rows. Raises ProfileError if no worker takes them."""
     width = max(d_in for d_in, _ in workers.layout.widths)
     sizes = sorted({1, min(HANDED_ROWS, workers.layout.max_tokens)})
     seconds = []
@@ -189,8 +191,8 @@ def _hand_over(workers: WorkerPool, x: torch.Tensor) -> None:
 
 
 def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> CpuLora | None:
-    """Measures one worker's slices of a synthetic adapter. Returns the best-fitting costs, without a simulated link;
-    None if no worker answers."""
+    """Returns the costs that fit measured slices of one worker best, without a simulated link. The adapter is
+    synthetic. Returns None if no worker answers."""
     samples: list[tuple[int, int, float]] = []
     base = store.base
     link, workers.link = workers.link, None
@@ -231,8 +233,8 @@ def _slice_seconds(workers: WorkerPool, base: BaseModel, slot: int, tokens: int,
 
 @contextmanager
 def lent_rows(store: AdapterStore, layout: AdapterLayout) -> Iterator[int | None]:
-    """Allocates a slot of the host table over rows of zeros, and yields it. Yields None when host memory has no
-    room."""
+    """Allocates an adapter of zeros in host memory, and yields its slot in the host table. Yields None when host memory
+    has no room."""
     host = store.hosts.lend(LENT, layout)
     try:
         yield None if host is None else host.slot
@@ -243,14 +245,16 @@ def lent_rows(store: AdapterStore, layout: AdapterLayout) -> Iterator[int | None
 
 
 def _header(base: BaseModel, rank: int) -> ArtifactHeader:
-    """Returns the header of an adapter of `rank` on the measured group of the first layer."""
+    """Returns the header of an adapter of rank `rank` that adapts the measured projection group of the first layer
+    alone."""
     pairs = tuple(Pair(p, rank, 1.0, 0, 0) for p in GROUPS[GROUP])
     layers = (LayerBlock(0, 0, "", pairs), *(LayerBlock(0, 0, "", ()) for _ in range(base.num_layers - 1)))
     return ArtifactHeader(1, "measured", base.fingerprint, "float32", layers)
 
 
 def fit_cpu(samples: list[tuple[int, int, float]]) -> CpuLora:
-    """Returns the non-negative costs that fit (tokens, elements, seconds) by least squares of relative errors."""
+    """Returns the non-negative costs that best fit samples of (tokens, elements, seconds). The fit is by least squares
+    of relative errors."""
     seconds = np.array([sample[2] for sample in samples])
     columns = np.array([[1.0, elements, tokens * elements] for tokens, elements, _ in samples])
     return CpuLora(*nonnegative(columns / seconds[:, None], np.ones(len(samples))).tolist())

@@ -12,7 +12,7 @@ from node_agent.coldstart.slices import Segment
 
 
 class PassMessages:
-    """Handoffs of one pass. The rows of all adapters for one group of a layer form one handoff."""
+    """Messages of one pass to the CPU workers. The rows of all adapters for one group of a layer form one message."""
 
     def __init__(self, handoffs: PassHandoffs, at_once: bool, on_end: Callable[[], None]) -> None:
         """`at_once`: the pass has one adapter, so its rows are sent without waiting for others."""
@@ -20,16 +20,19 @@ class PassMessages:
         self._next: Message | None = None
 
     def add(self, x: torch.Tensor, segment: Segment, layer: int, group: str) -> Share | None:
-        """Adds the segment's rows x [T, d_in] to the next `send`; with `at_once`, sends them now. All rows added before
-        a `send` must be for the same layer and group. Returns None when no worker takes them now."""
+        """Adds the rows x [T, d_in] of one adapter to the next `send`; with `at_once`, sends them now. All rows added
+        before a `send` must be for the same layer and group.
+
+        Returns the adapter's share of the message; None when no worker takes the rows now.
+        """
         if self._next is None:
             self._next = Message(layer, group)
         share = self._next.add(x, segment)
         return share if not self.at_once or self.send() else None
 
     def send(self) -> bool:
-        """Sends the rows added since the last call. Returns False if no worker takes them; the shares then never
-        arrive."""
+        """Sends the rows added since the last call as one message. Returns False if no worker takes them; `wait` of
+        their shares then fails."""
         message, self._next = self._next, None
         return message is None or message.send(self.handoffs)
 
@@ -40,7 +43,7 @@ class PassMessages:
 
 
 class Message:
-    """Rows for one projection group of a layer, and their handoff."""
+    """Rows for one projection group of a layer, and the handoff that has them."""
 
     def __init__(self, layer: int, group: str) -> None:
         self._layer, self._group = layer, group
@@ -64,7 +67,8 @@ class Message:
         return self._handoff is not None
 
     def wait(self) -> bool:
-        """Waits for the handoff, once for all shares. Returns whether it arrived."""
+        """Waits for the handoff's results at the first call; later calls return the same. Returns whether they
+        arrived."""
         if self._arrived is None:
             self._arrived = self._handoff is not None and self._handoff.wait()
         return self._arrived
@@ -89,8 +93,8 @@ class Share:
         self._open = True
 
     def wait(self) -> bool:
-        """Waits for the message's rows, within a time limit; on a GPU, enqueues the wait. Returns False if they do not
-        arrive: `outputs` of all its shares must then not be read."""
+        """Waits for the results of the whole message, within a time limit; on a GPU, enqueues the wait. Returns False
+        if they do not arrive; `outputs` must then not be read for any share."""
         return self._message.wait()
 
     @property

@@ -15,20 +15,21 @@ from node_agent.adapter_memory.layout import AdapterLayout
 ROUNDS = 3
 """Measured passes of each plan that a kind of call needs before it may use CPU workers."""
 SHORTEST_S, LONGEST_S = 1e-6, 1e3
-"""Bounds, in seconds, of a pass's duration and forecast. Samples outside them are ignored."""
+"""Least and greatest duration and forecast of a pass, in seconds. Samples outside are ignored."""
 MAX_SAMPLES = 24
 """Maximum stored passes for each plan and kind of call; the oldest is dropped first."""
 MIN_SPREAD = 0.02
-"""Minimum relative distance of the bounds from the likely value, since pass times vary."""
+"""Minimum distance of the lower and upper bounds from the likely pass time, as a share of it, since pass times vary."""
 MAX_KINDS = 64
 """Maximum kinds of calls with stored passes; the least recently updated is dropped."""
 NOTCH = 1.57
-"""Factor on interquartile range / sqrt(n) for half the width of a median's confidence interval. Medians whose intervals
+"""Half the width of a median's confidence interval, in units of interquartile range / sqrt(n). Medians whose intervals
 do not overlap differ at about 95 % confidence (McGill, Tukey, Larsen 1978, notched box plots)."""
 EXTRAPOLATED = 2.0
-"""Factor on the longest measured forecast of a kind. Above it, bounds are as wide as without a measured pass."""
+"""Multiple of the longest measured forecast of a kind of call. For forecasts beyond it, bounds are as wide as without a
+measured pass."""
 ANY_SPREAD = 0.3
-"""Relative distance of the bounds from the likely value without measured passes."""
+"""Distance of the lower and upper bounds from the likely pass time, as a share of it, if no pass was measured."""
 
 
 class CallKind(msgspec.Struct, frozen=True, array_like=True):
@@ -67,16 +68,19 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     """measured duration, from planning to the end of the chunk"""
     first: float = 0.0
-    """time from the call to its first token; 0 for a served call"""
+    """seconds from the start of a measured call to its first token; 0 for a chunk of a user's request"""
     answer: float = 0.0
-    """time from the call to the end of its answer; 0 for a served call, whose answer length differs"""
+    """seconds from the start of a measured call to the end of its answer; 0 for a chunk of a user's request"""
     calls: int = 1
     """number of concurrent calls, each with its own adapter; if several, `first` and `answer` are their means"""
 
 
 class PassTimes:
-    """Measured passes. Fits `seconds = fixed + slope * forecast` to the samples of each plan, and each kind's deviation
-    from the fit."""
+    """Measured passes of cold calls, by kind of call and plan.
+
+    For each plan it fits `seconds = fixed + slope * forecast` to the samples of all kinds. Each kind's deviation from
+    this fit corrects the forecasts for that kind.
+    """
 
     def __init__(self, samples: Sequence[PassSample] = ()) -> None:
         self._samples: dict[CallKind, dict[str, list[PassSample]]] = {}
@@ -120,7 +124,7 @@ class PassTimes:
         return list(self._samples.get(kind, {}).get(plan, ()))
 
     def burst(self, kind: CallKind, plan: str) -> list[PassSample]:
-        """Returns the samples of concurrent calls of this kind and plan."""
+        """Returns the samples of this kind and plan that were measured with several concurrent calls."""
         return list(self._bursts.get((kind, plan), ()))
 
     def may_narrow(self, kind: CallKind, plan: str) -> bool:
@@ -132,8 +136,8 @@ class PassTimes:
         return all(len(self.of(kind, plan)) >= ROUNDS for plan in plans)
 
     def bounds(self, kind: CallKind, plan: str, forecast: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the lower bounds, likely values and upper bounds of pass durations, in seconds. `forecast`: the
-        passes' seconds by the profile alone."""
+        """Returns the lower bounds, likely values and upper bounds of pass durations, in seconds. `forecast`: seconds
+        of the same passes by the profile alone."""
         if plan == "wait" and not self.of(kind, plan):
             plan = "pipeline"  # waiting calls are not timed when served, but their computation is the same
         ratios = self._ratios(kind, plan)
@@ -158,8 +162,8 @@ class PassTimes:
         return fixed + slope * forecast
 
     def _fit(self, plan: str) -> tuple[float, float]:
-        """Returns (fixed, slope) by least squares of relative errors. With one kind of call only the slope is fitted;
-        with none the forecast is unchanged."""
+        """Returns (fixed seconds, slope) of a plan by least squares of relative errors. With one measured kind of call
+        only the slope is fitted; with none the result is (0, 1)."""
         kinds = [plans[plan] for plans in self._samples.values() if plans.get(plan)]
         points = np.array([(np.median([s.forecast for s in k]), np.median([s.seconds for s in k])) for k in kinds])
         if not kinds:

@@ -1,12 +1,12 @@
 """Chooses how a cold chunk gets its weights (Toppings 4.1): wait, pipeline, or assist + pipeline. Also decides whether
 rows of a loading adapter join a decode step.
 
-A forecast visits the layers once, for every possible size g of the assisted group at the same time. Layers g..N-1 are
-loaded in order while CPU workers compute the LoRA terms of layers 0..g-1, which are loaded last. g = 0 is the pipeline
-without CPU workers; `wait` stalls until the whole adapter has arrived. The workers' results share the link with the
-weights, so each assisted layer delays the load.
+A forecast visits each of the N layers once, for all possible numbers g of assisted layers at the same time. Layers
+g..N-1 are loaded in order while CPU workers compute the LoRA terms of layers 0..g-1, which are loaded last. With g = 0
+this is the pipeline without CPU workers. `wait` stalls until the whole adapter has arrived. The workers' results share
+the link with the weights, so each assisted layer delays the load.
 
-While a pass waits for bytes the engine serves other requests; while it waits for workers the engine stalls and all
+While a pass waits for bytes, the engine serves other requests; while it waits for workers, the engine stalls and all
 requests wait. Only a chunk that waits for its whole adapter joins the other requests' pass. Any other chunk has a
 separate pass, which reads the base's weights once more. Choices therefore minimise the total time of all requests: the
 chunk's own, and what each other request loses.
@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 NOT_WORTH = 0.01
-"""Minimum gain, as a share of a warm prefill, for which a more complex plan is chosen."""
+"""Minimum gain for which a more complex plan is chosen, as a share of a warm prefill's duration."""
 JOINS_AT_MOST = 0.25
-"""Maximum share of a step's time by which rows with loading adapters, together, may lengthen a decode step of
-others."""
+"""Maximum extra duration of a decode step due to all joined rows together, as a share of the step without them. A
+joined row is one whose adapter is still loading."""
 PLANS = ("wait", "pipeline", "assist")
 """Names of the plans, simplest first."""
 
@@ -41,26 +41,26 @@ class Contention:
     """Other work of the engine while a cold chunk is computed."""
 
     ahead: float = 0.0
-    """seconds of other cold chunks that are computed first"""
+    """seconds that earlier cold chunks still need before this chunk is computed"""
     other_requests: int = 0
     ready: int = 0
     """number of other requests whose adapters are on the device"""
     decodes: int = 0
-    """expected number of the request's tokens decoded after the chunk; 0: none"""
+    """expected number of tokens that the request decodes after the chunk"""
 
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """Decode steps that follow a chunk; times in seconds."""
+    """Costs of the decode steps that follow a chunk; times in seconds."""
 
     tokens: int
     """expected number of steps"""
     step: float
     """duration of one step with the adapter on the device"""
     longer: float
-    """extra duration of a step that the row joins while its adapter is loading; inf: it can't join"""
+    """extra seconds of a step that the request's row joins while its adapter is still loading; inf if it can't join"""
     results: float = 0.0
-    """delay of the load by the results of one joined step"""
+    """seconds by which the workers' results for one joined step delay the load"""
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,28 @@ class ChunkCosts:
     """Costs of one chunk of one adapter, in seconds."""
 
     device: float
-    """one layer on the device, including its LoRA term"""
+    """seconds of one layer on the device, including its LoRA term"""
     cpu: np.ndarray
-    """f64[N]: each layer, including the base's part, if CPU workers compute the LoRA term; inf: not possible"""
+    """f64[N layers]: seconds of each layer, the base's part included, if CPU workers compute its LoRA term; inf if they
+    can't"""
     load: np.ndarray
-    """f64[N]: transfer of each layer over this load's share of the link; 0 for layers already on the device"""
+    """f64[N layers]: seconds to transfer each layer over this load's share of the link; 0 for layers already on the
+    device"""
     in_host: np.ndarray
-    """f64[N]: time from now until each layer is in host memory; 0 for layers already there"""
+    """f64[N layers]: seconds from now until each layer is in host memory; 0 for layers already in host memory"""
     results: np.ndarray | None = None
-    """f64[N]: delay of the load by the results of each assisted layer, which use the same link; None: no delay"""
+    """f64[N layers]: seconds by which the workers' results for each layer delay the load, since they use the same link;
+    None: no delay"""
     latency: float = 0.0
-    """latency of the link, paid once"""
+    """latency of the link in seconds, added once per load"""
     ahead: float = 0.0
-    """time until the device reaches the chunk's first layer, because of earlier chunks"""
+    """seconds until the device has computed earlier chunks and can begin this one"""
     other_requests: int = 0
     """number of other requests, which also wait while the engine waits for workers"""
     apart: float = 0.0
-    """total time that other requests lose if the chunk has a separate pass instead of joining theirs"""
+    """total seconds that other requests lose if the chunk has a separate pass instead of joining theirs"""
     decode: DecodeCosts | None = None
-    """steps that follow the chunk; None: none"""
+    """costs of the decode steps after the chunk; None if no step follows"""
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,12 @@ class Choice:
 
     name: str
     assisted: int
-    """layers 0..assisted-1 are computed by CPU workers, except those that have arrived by then"""
+    """number of assisted layers: CPU workers compute the first ones, except those that have arrived by then"""
     seconds: float
     """forecast seconds until the chunk's end"""
     exposed: float
-    """forecast seconds beyond a warm chunk's end, which includes earlier chunks"""
+    """forecast seconds by which the chunk ends later than one whose adapter is on the device, behind the same earlier
+    chunks"""
     loaded: float = 0.0
     """forecast seconds until the whole adapter is on the device"""
     undecided: bool = False
@@ -112,26 +116,26 @@ class Choice:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Decode step that rows of one loading adapter may join; times in seconds."""
+    """Costs of a decode step that rows of one loading adapter may join; times in seconds."""
 
     device: float
-    """duration of the step without any joined rows"""
+    """seconds of the step without rows of loading adapters"""
     longer: float
-    """extra duration caused by these rows"""
+    """extra seconds of the step if the rows of this adapter join it"""
     before: float
-    """extra duration caused by rows that have already joined"""
+    """extra seconds of the step due to rows of other loading adapters that have already joined it"""
     load_left: float
-    """remaining time of the adapter's load"""
+    """seconds until the adapter's load ends"""
     rows: int
     other_requests: int
     """number of other requests that are in the step or wait for its end"""
     results: float = 0.0
-    """delay of the load by these rows' results, which use the same link"""
+    """seconds by which the workers' results for these rows delay the load, since they use the same link"""
 
 
 def forecast(costs: ChunkCosts) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two arrays f64[N + 1], by size of the assisted group: seconds until the chunk's last layer is computed,
-    and seconds until the whole adapter is on the device."""
+    """Returns two arrays f64[N + 1], by the number of assisted layers, 0 to N. The first has the seconds until the
+    chunk's last layer is computed, the second those until the whole adapter is on the device."""
     layers = len(costs.load)
     assisted = np.arange(layers + 1)
     results = np.zeros(layers) if costs.results is None else costs.results
@@ -156,8 +160,11 @@ def wait_seconds(costs: ChunkCosts) -> float:
 
 
 def answer_ends(first: np.ndarray, loaded: np.ndarray, decode: DecodeCosts | None) -> np.ndarray:
-    """Returns the seconds until the answer ends, without its warm decode steps, for each candidate. `first`: f64, end
-    of the chunk; `loaded`: time at which the adapter is on the device."""
+    """Returns the seconds until the answer ends, for each candidate plan. The warm decode steps are left out, since all
+    candidates have the same.
+
+    `first`: f64, seconds until the chunk ends; `loaded`: f64, seconds until the adapter is on the device.
+    """
     if decode is None:
         return first
     waiting = np.maximum(first, loaded)
@@ -190,8 +197,8 @@ def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS, bounds: Bounds =
 
 
 class _Plans:
-    """Candidate plans for one chunk: `wait`, `pipeline`, and `assist` with 1..N layers; all arrays are in this
-    order."""
+    """Candidate plans for one chunk: `wait`, `pipeline`, and `assist` with 1..N layers. All arrays have one element per
+    candidate, in this order."""
 
     def __init__(self, costs: ChunkCosts, bounds: Bounds) -> None:
         self._costs, self._warm = costs, costs.device * len(costs.load)
@@ -218,12 +225,13 @@ class _Plans:
         return int(np.argmin(ends[part])) + (part.start or 0)
 
     def replaces(self, assist: int, plain: int) -> bool:
-        """Returns whether an assisted plan certainly has its first token sooner, without increasing the total time. If
-        other requests would be delayed, the total time must improve."""
+        """Returns whether an assisted plan certainly brings the first token sooner than a plain one, without more total
+        time. If other requests would be delayed, the total time must even be shorter by NOT_WORTH."""
         return self._is_sooner(self._high[assist], self._low[plain]) and self.may_replace(assist, plain)
 
     def may_replace(self, assist: int, plain: int) -> bool:
-        """Returns the same as `replaces`, by likely times instead of bounds."""
+        """Returns whether an assisted plan replaces a plain one if likely times are compared instead of bounds
+        (`replaces`)."""
         gain = self._together[plain] - self._together[assist]
         min_gain = NOT_WORTH * self._warm if self._costs.other_requests else 0.0
         return self._is_sooner(self._ends[assist], self._ends[plain]) and bool(gain >= min_gain)
@@ -239,11 +247,12 @@ class _Plans:
 
 
 OF_NAME = {"wait": slice(0, 1), "pipeline": slice(1, 2), "assist": slice(2, None)}
-"""Slice of each plan in the arrays of _Plans."""
+"""Slices of the arrays of _Plans, by plan: the plan's candidates."""
 
 
 def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
-    """Returns f64[N + 2]: total seconds that other requests lose by `wait`, `pipeline` and `assist` of 1..N layers."""
+    """Returns f64[N + 2]: total seconds that other requests lose, by candidate: `wait`, `pipeline`, and `assist` of
+    1..N layers."""
     lost = np.zeros(len(costs.load) + 2)
     lost[1:] = costs.apart
     if costs.other_requests:
@@ -252,14 +261,17 @@ def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
 
 
 def longest_step(device: float, rows: int, other_requests: int) -> float:
-    """Returns the maximum seconds by which `rows` joining rows may lengthen a step of `device` seconds for
-    `other_requests` others. A row that sits out loses a step; a row that joins delays each of the others."""
+    """Returns the maximum extra seconds of a decode step for rows that join it. `device`: seconds of the step without
+    them; `rows`: their number; `other_requests`: number of requests that they delay.
+
+    A row that does not join loses a step; a row that joins delays each other request.
+    """
     return device * min(JOINS_AT_MOST, rows / (rows + other_requests)) if other_requests else np.inf
 
 
 def joins(step: StepCosts) -> bool:
-    """Returns whether the rows join: all requests together gain, and the step grows by at most JOINS_AT_MOST. Without
-    other requests, joining must be faster than waiting for the rest of the load."""
+    """Returns whether the rows join the step. All requests together must gain time, and the step may grow by at most
+    JOINS_AT_MOST. Without other requests, joining must be faster than waiting for the rest of the load."""
     if not step.other_requests:
         return step.longer + step.results <= step.load_left
     max_longer = longest_step(step.device, step.rows, step.other_requests)

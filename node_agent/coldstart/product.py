@@ -25,17 +25,18 @@ from node_agent.types import GROUPS
 log = logging.getLogger(__name__)
 
 LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 3 << 20, torch.float16: 3 << 20}
-"""Product of tokens and elements of A and B from which torch's matrix products are used. Set by hand, without a
-report."""
+"""Tokens times elements of A and B from which a slice is computed by torch's matrix products, by dtype. Set by hand,
+without a report."""
 LONG_SLICE = 64
-"""Number of tokens from which torch's matrix products are always used."""
+"""Number of tokens of a slice from which torch's matrix products are always used."""
 
 
 class Product:
     """Operators for all layers and groups of a host table. They read only rows that the table names."""
 
     def __init__(self, host: HostView, layout: Layout, compiled: bool = True) -> None:
-        """Uses torch for short slices too, if `compiled` is False or there is no compiler."""
+        """Prepares the operators. `compiled`: use the compiled operator for short slices, if there is a compiler;
+        otherwise torch computes all slices."""
         self._host, self._layout = host, layout
         self._elements, self._unit = host.pool, ROW_ALIGN // host.pool.element_size()
         # numpy views of the table: single reads through torch take longer than small products
@@ -136,7 +137,7 @@ class Product:
             self._operator(slot, layer, group).expand(ys, xa, self._segments_of(tokens), *columns)
 
     def _is_short(self, tokens: int, elements: int) -> bool:
-        """Returns whether the compiled operator exists and is faster."""
+        """Returns whether the compiled operator computes a slice of this size: it exists and is faster than torch."""
         if self._operators is None or tokens >= LONG_SLICE:
             return False
         return tokens * elements < LONG_WORK[self._host.pool.dtype]
@@ -149,7 +150,7 @@ class Product:
         return segments
 
     def _operator(self, slot: int, layer: int, group: int) -> CompiledGroup:
-        """Returns the operator of a layer and group, set to this slot for its next call."""
+        """Returns the compiled operator of a layer and group, prepared for the adapter in this slot."""
         self._slot[0] = slot
         operator = self._groups.get((layer, group))
         if operator is None:
@@ -194,8 +195,8 @@ class Product:
             y.copy_(out)
 
     def _matrix(self, offsets: np.ndarray, width: int) -> torch.Tensor:
-        """Returns the rows as [rows, width]: a view if they are contiguous, else a copy of their runs, of which there
-        are one or two more than page borders."""
+        """Returns the adapter rows at these offsets as one matrix [rows, width]. It is a view if they are contiguous,
+        else a copy. The copy has few runs: one or two more than page borders."""
         units = row_units(width, self._host.pool.element_size())
         step = units * self._unit
         runs = [

@@ -13,7 +13,7 @@ from node_agent.coldstart.pass_times import PassSample
 PROFILE_VERSION = 3
 MAX_PROFILE_BYTES = 1 << 20
 MAX_TOKENS = 1 << 50
-"""Maximum tokens of one slice, used if tokens cost almost nothing."""
+"""Tokens of one slice if a token costs almost nothing: in effect no limit."""
 
 
 class ProfileError(ValueError):
@@ -21,7 +21,7 @@ class ProfileError(ValueError):
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
-    """Conditions of the measurement. A profile with a different key is not used."""
+    """Conditions under which a profile was measured. A profile with other conditions than the node's is not used."""
 
     base: str
     dtype: str
@@ -31,9 +31,10 @@ class ProfileKey(msgspec.Struct, frozen=True):
     workers: int
     simulated_bandwidth: float = 0.0
     simulated_latency: float = 0.0
-    """simulated latency of the link to the device, in seconds; both simulated values are 0 for a real link"""
+    """simulated latency of the link to the device, in seconds; this and the simulated bandwidth are 0 for a real
+    link"""
     simulated_repeats: int = 1
-    """times that each worker repeats its work; 1: no simulated slowdown"""
+    """number of times that each worker computes each command; 1: no simulated slowdown"""
     runner: str = "transformers"
 
 
@@ -70,7 +71,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handoff: LinkCost | None = None
     """cost of handoffs between a GPU and workers; None: workers share the device's memory"""
     passes: tuple[PassSample, ...] = ()
-    """measured whole cold passes"""
+    """measured cold passes, for PassTimes"""
     version: int = PROFILE_VERSION
 
     def layer_seconds(self, tokens: int) -> float:
@@ -86,15 +87,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return below + (above - below) * (tokens - low) / (high - low)
 
     def apart_seconds(self, tokens: int, other_tokens: int) -> float:
-        """Returns the extra seconds per layer of two passes, of `tokens` and of `other_tokens` tokens, compared to one
-        joint pass."""
+        """Returns the extra seconds per layer of two separate passes compared to one joint pass. They have `tokens` and
+        `other_tokens` tokens."""
         together = self.layer_seconds(tokens + other_tokens)
         return (
             max(0.0, self.layer_seconds(tokens) + self.layer_seconds(other_tokens) - together) if other_tokens else 0.0
         )
 
     def cpu_seconds(self, tokens: int, elements: int) -> float:
-        """Returns the seconds of one worker for its slice of a group. Infinite without workers."""
+        """Returns the seconds in which one worker computes `tokens` tokens of a group with `elements` LoRA elements.
+        Infinite without workers."""
         if self.cpu is None:
             return float("inf")
         return self.cpu.fixed + elements * (self.cpu.per_element + tokens * self.cpu.per_product)

@@ -1,6 +1,6 @@
-"""Costs of decode rows with loading adapters for a step that they join, and the choice of those rows.
+"""Costs of decode rows whose adapters are still loading, and the choice of those that join a decode step.
 
-Arrays are f64[N, groups]: seconds of one worker, by layer and projection group.
+Unless a docstring says otherwise, arrays are f64[N layers, projection groups] with seconds of one worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_JOINED = 4
 
 
 class RowCosts:
-    """Costs of decode rows, and of the workers' part of chunks, by a node's profile."""
+    """Costs of decode rows, and of LoRA terms that workers compute for chunks, by a node's profile."""
 
     def __init__(self, profile: Profile, base: BaseModel) -> None:
         self.profile, self.base = profile, base
@@ -86,14 +86,14 @@ class RowPart:
 
     rows: int
     work: np.ndarray
-    """work of the layers that the workers would compute"""
+    """f64[N layers, groups]: workers' seconds for the layers that they would compute"""
     crossing: float
     arriving: float
-    """load time of the layers that the step would wait for"""
+    """seconds until the layers have arrived whose copy is already enqueued and for which the step would wait"""
     load_left: float
-    """remaining time of the whole load"""
+    """seconds until the adapter's whole load ends"""
     results: float = 0.0
-    """delay of the load by the results of one step"""
+    """seconds by which the workers' results for one step delay the load"""
 
 
 class JoinedStep:
@@ -119,7 +119,7 @@ class JoinedStep:
         return StepCosts(device, longer, self._longer, part.load_left, part.rows, self.other_requests, part.results)
 
     def join(self, part: RowPart) -> bool:
-        """Adds the rows to the step if that is worthwhile. Returns whether it did."""
+        """Adds the rows to the step if all requests together gain by it. Returns whether they were added."""
         step = self.costs(part)
         if not joins(step):
             return False
@@ -128,7 +128,7 @@ class JoinedStep:
         return True
 
     def _lengthens(self, work: np.ndarray, parts: int, rows: int) -> float:
-        """Returns the seconds that the step waits for workers, which compute one adapter after another during one base
-        product."""
+        """Returns the seconds that the step waits for workers, which compute the rows of one adapter after another
+        during one base product."""
         each = work / max(1, min(self._workers, parts))
         return float((each - self._costs.base_seconds(rows)).clip(0.0).sum())

@@ -26,7 +26,7 @@ log = logging.getLogger("garnish.engine")
 
 HANDOFF_SLOTS = 8
 SPARE_SLOTS = 2
-"""Additional handoff slots on a GPU, for passes that are ending or quarantined."""
+"""Additional handoff slots on a GPU, for passes that are ending or whose workers have not answered."""
 
 
 def make_pool(
@@ -61,8 +61,8 @@ def _stream_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cor
 
 
 def stream_layout(config: EngineConfig, base: BaseModel, workers: int, dtype: int) -> Layout:
-    """Returns the layout of the handoff memory on a GPU. It has a slot for each open cold pass and SPARE_SLOTS more;
-    each slot has a step for each possible handoff of a pass. `dtype`: index into DTYPES."""
+    """Returns the layout of the handoff memory on a GPU. It has one slot for each open cold pass, and SPARE_SLOTS more.
+    Each slot has room for every possible handoff of a pass. `dtype`: index into DTYPES."""
     steps = base.num_layers * len(GROUPS)
     slots, spares = config.max_cold + SPARE_SLOTS, spare_workers(workers)
     return Layout(slots, workers, max_tokens(config), base.widths, dtype, steps, spares)
@@ -74,7 +74,7 @@ def max_tokens(config: EngineConfig) -> int:
 
 
 def spare_workers(workers: int) -> int:
-    """Returns the number of spare workers next to `workers` others. A single worker gets none: a failure would cost the
+    """Returns the number of spare workers for `workers` others. A single worker gets no spare: a failure would cost the
     same pass anyway, and a spare would double the workers' share of the host."""
     return int(workers > 1)
 

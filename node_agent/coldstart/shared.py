@@ -1,15 +1,15 @@
 """Memory shared by engine and CPU LoRA workers: one memfd with flags, commands, inputs and outputs.
 
-Each slot has an x area [tokens, d_in] and a y area with [tokens, d_out] for each projection of the group in turn. For
-each of its `steps` there are the segments, which assign tokens to adapters. Also, for each worker and step, there are
-three lines of 64 bytes: a command flag (written by the engine or its device), the command (written by the engine before
-the flag), and a done flag (written by the worker). Workers that split an adapter's weights share an xa area in each
-slot for their parts of x A^T, and set a ready flag in a fourth line (worker.py). No device reads these.
+A slot is the memory of one handoff on a CPU, and of one pass on a GPU. It has an x area [tokens, d_in], and a y area
+with [tokens, d_out] for each projection of the group in turn. A handoff uses one of the slot's `steps`. A step has the
+segments, which assign tokens to adapters. For each worker it also has three lines (64 bytes of memory each). The
+command flag is written by the engine or its device, the command by the engine before the flag, and the done flag by the
+worker. Workers that split an adapter's weights share an xa area in each slot for their parts of x A^T, and set a ready
+flag in a fourth line (worker.py). No device reads these.
 
-On a CPU a slot has one step and belongs to one handoff. On a GPU it belongs to a pass, whose handoffs are sequential on
-the device's stream and use one step each (stream.py). A slot stays allocated until all its workers have answered or
-exited; only then are its areas and lines reused. The memory belongs to one engine process: a restarted engine creates a
-new one.
+On a CPU a slot has one step. On a GPU the handoffs of a pass are sequential on the device's stream, and use one step
+each (stream.py). A slot stays allocated until all its workers have answered or exited; only then are its areas and
+lines reused. The memory belongs to one engine process: a restarted engine creates a new one.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ GROUP_NAMES = tuple(GROUPS)
 PAGE = mmap.PAGESIZE
 _COMMAND, _WORD, _SEGMENT = struct.Struct("<Q11iQ"), struct.Struct("<Q"), struct.Struct("<2i")
 _REPEATS = _WORD.size
-"""Offset of the simulated slowdown, in the line of the first armed flag. Written before the commands that it applies
-to."""
+"""Byte offset of `HandoffMemory.repeats` in the shared memory, right behind the first worker's armed flag. The engine
+writes it before all commands that it applies to."""
 
 
 class Command(NamedTuple):
-    """Command to a worker. `value` equals the command flag's value, which shows a worker whether the command was
-    overwritten meanwhile."""
+    """Command to a worker. `value` is a copy of the command flag's value; if they differ, the command was overwritten
+    meanwhile."""
 
     value: int
     layer: int
@@ -63,7 +63,7 @@ class Command(NamedTuple):
     """first token of its slice"""
     end: int
     tokens: int
-    """number of tokens in the x area"""
+    """number of tokens of the whole handoff, all of which are in the x area"""
     dtype: int
     """index into DTYPES"""
     segments: int
@@ -77,7 +77,7 @@ class Command(NamedTuple):
     shares: int
     """number of shares of the weights; 1: not split"""
     tag: int
-    """value of the ready flags of this handoff's shares, unique to the handoff"""
+    """value to which the workers of this handoff set their ready flags, unique to the handoff"""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class Layout(msgspec.Struct, frozen=True):
     """number of spare workers in addition to `workers`; they get work only while another gets none (workers.py)"""
 
     def check(self) -> None:
-        """Raises ValueError that names the wrong size."""
+        """Checks the sizes. Raises ValueError with the name of the first one that is out of range."""
         for name, value, limit in (
             ("slots", self.slots, MAX_SLOTS),
             ("steps", self.steps, MAX_STEPS),
@@ -123,7 +123,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def commands(self) -> int:
-        """Returns the number of commands of each worker over all slots. Those of a slot begin at slot * steps."""
+        """Returns the number of commands of each worker over all slots. The commands of slot s begin at index s *
+        steps."""
         return self.slots * self.steps
 
     @property
@@ -131,12 +132,12 @@ class Layout(msgspec.Struct, frozen=True):
         return self.commands * self.processes * LINE
 
     def armed(self, worker: int) -> int:
-        """Returns the offset in bytes of the word that keeps the worker polling while it is not 0."""
+        """Returns the byte offset of a worker's armed flag, a word that keeps the worker polling while it is not 0."""
         return worker * LINE
 
     def command_flag(self, command: int, worker: int) -> int:
-        """Returns the byte offset of a command flag. Flags of one worker's successive commands are `processes` lines of
-        64 bytes apart."""
+        """Returns the byte offset of a worker's command flag. The flags of one worker's successive commands are
+        `processes` * 64 bytes apart."""
         return self.armed(self.processes) + (command * self.processes + worker) * LINE
 
     def command(self, command: int, worker: int) -> int:
@@ -146,16 +147,17 @@ class Layout(msgspec.Struct, frozen=True):
         return self.command_flag(command, worker) + 2 * self._lines
 
     def ready_flag(self, command: int, share: int) -> int:
-        """Returns the offset of a ready flag. The worker with the share sets it once its part of x A^T is written."""
+        """Returns the byte offset of a ready flag. The worker that has this share of the weights sets the flag once its
+        part of x A^T is written."""
         return self.command_flag(command, share) + 3 * self._lines
 
     def failed(self, slot: int) -> int:
-        """Returns the offset of an i32 that a GPU sets if an answer did not arrive in time."""
+        """Returns the byte offset of a slot's i32 that a GPU sets if an answer did not arrive in time."""
         return self.command_flag(0, 0) + 4 * self._lines + slot * LINE
 
     def segments(self, command: int) -> int:
-        """Returns the offset of a command's segments: i32 (host slot, end) each, written by the engine before the
-        command flag."""
+        """Returns the byte offset of a command's segments. Each segment is two i32, (host slot, end). The engine writes
+        them before the command flag."""
         return self.failed(self.slots) + command * MAX_SEGMENTS * _SEGMENT.size
 
     @property
@@ -183,8 +185,8 @@ class Layout(msgspec.Struct, frozen=True):
         return _pages(self.split_tokens * MAX_PROJECTIONS * MAX_RANK * torch.float32.itemsize)
 
     def xa_area(self, slot: int) -> int:
-        """Returns the offset of a slot's xa area, f32[tokens, projections of the group, MAX_RANK]. These areas follow
-        all x and y areas."""
+        """Returns the byte offset of a slot's xa area, f32[tokens, projections of the group, MAX_RANK]. The xa areas
+        follow all x and y areas."""
         return self.x_area(self.slots) + slot * self.xa_bytes
 
     @property
@@ -205,7 +207,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: tuple[int, ...]
     """cores on which the worker may run: a single core, or all workers' cores for a spare"""
     epoch: int
-    """epoch in the flag values meant for this process, as opposed to its predecessor in the same place"""
+    """number of this worker process, counted over all restarts; flag values with another epoch are not for it"""
     handoff_fd: int
     armed_fd: int
     """eventfd that is incremented when the worker is armed"""
@@ -237,19 +239,20 @@ class HandoffMemory:
         self._floats = memory.view(torch.float32)
         self.address: int = memory.data_ptr()
         self.armed = [self.address + layout.armed(worker) for worker in range(layout.processes)]
-        """addresses of the armed flags by worker; the other flags are by command and worker (or share)"""
+        """addresses of the armed flags, by worker; the addresses of the other flags are by command and then by worker
+        (or share)"""
         self.command_flags = self._by_worker(layout.command_flag, self.address)
         self.done_flags = self._by_worker(layout.done_flag, self.address)
         self.ready_flags = self._by_worker(layout.ready_flag, self.address)
         self._commands = self._by_worker(layout.command, 0)
         self._views: dict[tuple[torch.dtype, int, int, int], torch.Tensor] = {}
-        """cached views of the areas, by their arguments. A pass needs the same views in each layer, and creating one
-        takes a microsecond."""
+        """cached views of the areas, by (dtype, first element, rows, width). A pass needs the same views in each layer,
+        and creating one takes a microsecond."""
         self._segments = [layout.segments(at) for at in range(layout.commands)]
         itemsize = layout.torch_dtype.itemsize
         self._areas = [(layout.x_area(s) // itemsize, layout.y_area(s) // itemsize) for s in range(layout.slots)]
         self.group_widths = [layout.group_widths(group) for group in range(ECHO)]
-        """d_in and the d_out of each projection, by group"""
+        """for each projection group, d_in and a tuple with the d_out of each projection"""
 
     def write_command(self, at: int, worker: int, command: tuple[int, ...]) -> None:
         """Writes the fields of a Command, passed as a plain tuple since creating a Command takes a microsecond."""
@@ -278,8 +281,8 @@ class HandoffMemory:
         return value
 
     def lines(self, offset: int) -> torch.Tensor:
-        """Returns i64[processes, 8]: the lines of all workers, starting at the offset of the first one's flag or
-        command."""
+        """Returns i64[processes, 8]: the 64-byte lines of all workers for one command. `offset`: byte offset of the
+        first worker's flag or command."""
         return self._words64.as_strided((self.layout.processes, LINE // 8), (LINE // 8, 1), offset // 8)
 
     def failed(self, slot: int) -> torch.Tensor:
@@ -296,14 +299,15 @@ class HandoffMemory:
         _WORD.pack_into(self._bytes, _REPEATS, value)
 
     def x(self, slot: int, end: int, width: int, begin: int = 0) -> torch.Tensor:
-        """Returns [end - begin, width]: tokens `begin` to `end` of the x area."""
+        """Returns the view [end - begin, width] of tokens `begin` to `end` - 1 in the slot's x area."""
         return self._matrix(self._elements, self._areas[slot][0] + begin * width, end - begin, width)
 
     def y(
         self, slot: int, tokens: int, widths: Sequence[int], begin: int = 0, end: int | None = None
     ) -> list[torch.Tensor]:
-        """Returns [end - begin, width] for each width, from consecutive outputs of `tokens` tokens in the y area:
-        tokens `begin` to `end`, by default all."""
+        """Returns a view [end - begin, width] of the slot's y area for each of the widths. The views have tokens
+        `begin` to `end` - 1, by default all. The y area has the outputs of `tokens` tokens for one width after
+        another."""
         at, rows, outputs = self._areas[slot][1], (tokens if end is None else end) - begin, []
         for width in widths:
             outputs.append(self._matrix(self._elements, at + begin * width, rows, width))
@@ -311,7 +315,8 @@ class HandoffMemory:
         return outputs
 
     def xa(self, slot: int, tokens: int, projections: int) -> torch.Tensor:
-        """Returns f32[tokens, projections, MAX_RANK]; `tokens` is at most `layout.split_tokens`."""
+        """Returns the view f32[tokens, projections, MAX_RANK] of the slot's xa area; `tokens` is at most
+        `layout.split_tokens`."""
         at = self.layout.xa_area(slot) // torch.float32.itemsize
         return self._matrix(self._floats, at, tokens, projections * MAX_RANK).view(tokens, projections, MAX_RANK)
 

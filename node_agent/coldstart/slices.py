@@ -1,5 +1,5 @@
-"""Divides a handoff among workers: its tokens, for all its adapters, in slices of c tokens (Toppings 4.2); or its
-weights, if there are too few tokens for all workers."""
+"""Divides a handoff among workers. Its tokens, for all its adapters, are divided into slices of c tokens (Toppings
+4.2). If there are too few tokens for all workers, the weights are divided instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ROUNDING = 1e-9
 MAX_SPLIT_TOKENS = 256
 """Maximum tokens of a handoff with split weights; the shared memory has room for their x A^T."""
 MIN_SHARE = 1 << 16
-"""Minimum elements of A and B per worker. Each additional worker costs the engine about 5 us. Set by hand."""
+"""Minimum elements of A and B for each worker that shares the weights, since each additional worker costs the engine
+about 5 us. Set by hand."""
 
 
 class Segment(NamedTuple):
@@ -22,21 +23,24 @@ class Segment(NamedTuple):
     host_slot: int
     tokens: int
     slice_tokens: int
-    """number of tokens that make up one worker's slice (c)"""
+    """number of tokens of one worker's slice (c in Toppings 4.2)"""
     elements: int = 0
     """number of elements of A and B; 0: the weights are not split"""
 
 
 def slices_wanted(segments: Sequence[Segment]) -> int:
-    """Returns the number of workers with a full slice; at least 1, at most the number of tokens."""
+    """Returns the number of workers that get a full slice; at least 1, at most the number of tokens."""
     if len(segments) == 1:
         return -(-segments[0].tokens // segments[0].slice_tokens)
     return max(1, ceil(_work(segments) - ROUNDING))
 
 
 def weight_shares(segments: Sequence[Segment], workers: int) -> int:
-    """Returns the number of free workers that split the weights; 0 if the tokens are divided instead. Tokens are
-    divided if there are enough for all workers, or for more workers than the weights are worth."""
+    """Returns the number of workers that share the weights; 0 if the tokens are divided instead. `workers`: number of
+    free workers.
+
+    Tokens are divided if they suffice for all free workers, or for more workers than could usefully share the weights.
+    """
     slices = slices_wanted(segments)
     shares = min(workers, sum(segment.elements for segment in segments) // MIN_SHARE)
     few = slices < workers and sum(segment.tokens for segment in segments) <= MAX_SPLIT_TOKENS
@@ -44,15 +48,17 @@ def weight_shares(segments: Sequence[Segment], workers: int) -> int:
 
 
 def cut_rows(ranks: Sequence[int], share: int, shares: int) -> tuple[int, int]:
-    """Returns the rows (first, end) of A of one of several equal shares, numbered through the projections."""
+    """Returns the rows (first, end) of A that belong to share number `share` of `shares` equal ones. Rows are numbered
+    through the projections of the group."""
     return sum(ranks) * share // shares, sum(ranks) * (share + 1) // shares
 
 
 def cut_columns(widths: Sequence[int], ranks: Sequence[int], share: int, shares: int, multiple: int) -> tuple[int, int]:
-    """Returns the outputs (first, end) of one of several shares, numbered through the projections.
+    """Returns the outputs (first, end) that belong to share number `share` of `shares`. Outputs are numbered through
+    the projections of the group.
 
-    An output costs its projection's rank. Shares cost about the same; borders are multiples of `multiple` from a
-    projection's first output. Outputs of rank 0 also belong to some share.
+    An output costs as much as its projection's rank, and all shares cost about the same. Borders are multiples of
+    `multiple` from a projection's first output. Outputs of rank 0 also belong to some share.
     """
 
     total = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
@@ -69,8 +75,8 @@ def cut_columns(widths: Sequence[int], ranks: Sequence[int], share: int, shares:
 
 
 def by_projection(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the part (first, end) of begin..end in each projection, in that projection's numbering. `sizes`: rows or
-    outputs of each projection."""
+    """Returns, for each projection, its part (first, end) of the range begin..end, in the projection's own numbering.
+    `sizes`: number of rows or outputs of each projection."""
     firsts = accumulate(sizes, initial=0)
     return [
         (min(max(begin - first, 0), size), min(max(end - first, 0), size))
@@ -79,8 +85,8 @@ def by_projection(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[int,
 
 
 def cut(segments: Sequence[Segment], count: int) -> list[tuple[int, int]]:
-    """Returns at most `count` non-empty slices (first token, end) of about equal work. A token of a segment is 1 / c of
-    a full slice."""
+    """Returns at most `count` non-empty slices (first token, end) of about equal work. A token of a segment counts as 1
+    / `slice_tokens` of a full slice."""
     share = _work(segments) / count
     borders = {0, sum(segment.tokens for segment in segments)}
     ends = list(accumulate(segment.tokens / segment.slice_tokens for segment in segments))

@@ -1,17 +1,18 @@
 """Handoffs from a GPU: enqueued between the base's products, and awaited only on the device's stream.
 
-A cold pass owns a slot of the handoff memory. Each handoff is a step of that slot with its own command lines, which the
-host writes when it enqueues the handoff. The x and y areas are reused by successive handoffs, ordered by the stream. On
-the stream: x is copied to the x area and the workers' flags are set; the base's product runs; a bounded wait; the
-answer is copied to the device and added. A failed wait sets a word that the host may read once the pass's last event
-has ended. Only then may the slot's lines and areas be reused.
+A cold pass owns a slot of the handoff memory. Each of its handoffs uses one of the slot's steps, which has memory for
+the commands and flags of all workers (shared.py). The host writes the commands when it enqueues the handoff. The x and
+y areas are used by successive handoffs, in the order of the stream. On the stream, x is copied to the x area and the
+workers' flags are set. Then the base's product runs. After a bounded wait for the workers, their results are copied to
+the device and added. A failed wait sets a word that the host may read once the pass's last event has ended. Only then
+may the slot's memory be reused.
 
 If a worker exits, the keeper answers for it at once: the stream stalls only until the exit is noticed, and the pass
 fails. `WAIT_LIMIT_S` bounds the wait for a live worker. No other worker takes over a slice, since the stream has moved
 on before a failure can be noticed. A spare worker serves the next pass.
 
-After a failed wait, later steps of the pass neither signal nor wait, so their commands never reach a worker. Signalled
-commands are quarantined until their workers have answered or exited, as on a CPU.
+After a failed wait, later handoffs of the pass neither signal nor wait, so their commands never reach a worker. Slots
+with commands that were signalled are not reused until their workers have answered or exited, as on a CPU.
 
 The kernels run on any device. On a CPU (Triton's interpreter) the calls are synchronous, and all events have ended.
 """
@@ -52,8 +53,9 @@ class StreamPool(WorkerPool):
         stall_limit: float = STALL_LIMIT_S,
         wait_limit: float = WAIT_LIMIT_S,
     ) -> None:
-        """Up to `layout.slots` passes may hold or quarantine a slot, each with `layout.steps` handoffs. Raises
-        ValueError, UnsupportedMachine, or RuntimeError when CUDA can't pin the memory."""
+        """Up to `layout.slots` passes may hold a slot at once, ended ones with late workers included. Each pass may
+        open `layout.steps` handoffs. Raises ValueError, UnsupportedMachine, or RuntimeError when CUDA can't pin the
+        memory."""
         super().__init__(host, layout, cores, stall_limit)
         self.device, self.kernels, self.wait_ns = device, kernels, int(wait_limit * 1e9)
         self._pinned = Pinned(_ranges(self.memory)) if device.type == "cuda" else None
@@ -62,7 +64,7 @@ class StreamPool(WorkerPool):
         self.answer = torch.empty(
             layout.y_bytes // layout.torch_dtype.itemsize, dtype=layout.torch_dtype, device=device
         )
-        """target of the copies of answers; one is enough, since there is one stream"""
+        """device buffer to which the workers' results are copied; one is enough, since there is one stream"""
         self.failed = [self.memory.failed(slot) for slot in range(layout.slots)]
         self.lines = [
             tuple(
@@ -70,7 +72,8 @@ class StreamPool(WorkerPool):
             )
             for at in range(layout.commands)
         ]
-        """lines of each command: its flags, its commands (whose first word is the flag's value) and its done flags"""
+        """tensors i64[processes, 8] for each command: its flags, its commands (whose first word is the flag's value)
+        and its done flags"""
         self._ending: list[StreamPass] = []
         self._disarming: list[Event] = []
 
@@ -85,7 +88,7 @@ class StreamPool(WorkerPool):
         self.poll()
 
     def poll(self) -> None:
-        """Processes what the device has finished."""
+        """Disarms workers, and frees slots of ended passes, where the device has reached the events they wait for."""
         disarming, self._disarming = self._disarming, []
         for event in disarming:
             if event.query():
@@ -130,8 +133,8 @@ class StreamPool(WorkerPool):
             self.disarm()
 
     def close(self) -> None:
-        """Waits for the device, then closes the pool. Each wait on the device is bounded, and after a failed wait a
-        pass does not wait again."""
+        """Waits until the device has finished, then closes the pool. Each enqueued wait is bounded, and after a failed
+        one the pass does not wait again."""
         if self._pinned is not None:
             torch.cuda.synchronize(self.device)
             self._disarming.clear()
@@ -140,7 +143,8 @@ class StreamPool(WorkerPool):
         super().close()
 
     def command(self, at: int, segments: Sequence[Segment], layer: int, code: int, x_bytes: int) -> list[Part]:
-        """Writes a handoff's commands, and value 0 for all workers without one. Sets no flags. Returns the parts."""
+        """Writes the commands of handoff `at`, without setting their flags. Workers without a command get the value 0.
+        Returns one part for each worker with a command; none if no worker is available."""
         self.lines[at][1][:, 0].zero_()
         # the stream serves one handoff at a time, so a worker that is not late is free by then
         workers = self.available
@@ -154,8 +158,8 @@ class StreamPool(WorkerPool):
         return parts
 
     def _worker_ended(self, worker: WorkerState) -> None:
-        """Ends the stream's present and future waits for an exited worker by setting its done flags. The passes
-        concerned fail, since their data is invalid."""
+        """Answers all of an exited worker's commands by setting its done flags, so that the stream does not wait for
+        it. The passes with these commands fail, since the worker has not computed their results."""
         memory, steps = self.memory, self.layout.steps
         for at in range(self.layout.commands):
             value, done = memory.read_command(at, worker.index).value, memory.done_flags[at][worker.index]
@@ -201,13 +205,14 @@ class StreamPass:
 
     @property
     def failed(self) -> bool:
-        """Returns whether a worker did not answer in time. False is certain only once work enqueued later has ended."""
+        """Returns whether a worker did not answer in time. False is certain only once the device has finished all work
+        of the pass."""
         return bool(self.pool.failed[self.slot].item())
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> StreamHandoff | None:
         """Enqueues a handoff: workers compute the group's LoRA term for x [T, d_in], as in `WorkerPool.open`.
 
-        Returns None if no worker is available or the pass has used all its steps.
+        Returns None if no worker is available, or if the pass has already opened `layout.steps` handoffs.
         """
         pool, step, tokens = self.pool, len(self.handoffs), x.shape[0]
         code = ECHO if group is None else GROUP_NAMES.index(group)
@@ -251,8 +256,11 @@ class StreamHandoff:
         self._pass, self._at, self._tokens, self._widths = one, at, tokens, widths
 
     def wait(self) -> bool:
-        """Enqueues the wait and the copy of the answer. Work enqueued afterwards sees the answer, or the pass has
-        failed. Always returns True."""
+        """Enqueues a wait for the workers on the device's stream, and then a copy of their results to the device.
+
+        Work enqueued later finds the results in `outputs`, unless the pass has failed (`StreamPass.failed`). Always
+        returns True, since a failure is not known yet when the wait is enqueued.
+        """
         self._pass.wait(self._at)
         size = self._tokens * sum(self._widths)
         if size:
@@ -263,19 +271,19 @@ class StreamHandoff:
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """Outputs [T, d_out] per projection, on the device. The next handoff's `wait` overwrites them, in stream
-        order."""
+        """Outputs [T, d_out] of each projection, on the device. Work enqueued before the next handoff's `wait` may read
+        them; that wait overwrites them."""
         sizes = [self._tokens * width for width in self._widths]
         parts = self._pass.pool.answer[: sum(sizes)].split_with_sizes(sizes)
         return [part.view(self._tokens, width) for part, width in zip(parts, self._widths, strict=True)]
 
     def close(self) -> None:
-        """Does nothing: the stream orders the reads of `outputs`."""
+        """Does nothing, since a later handoff's `wait` is on the same stream as the reads of `outputs`."""
 
 
 def _ranges(memory: HandoffMemory) -> Iterator[tuple[int, int]]:
-    """Yields (address, bytes) of the memory before the areas, then of each slot's areas. Each answer is thus one
-    copy."""
+    """Yields (address, bytes) of the ranges to pin: the memory before the areas, then each slot's areas. A slot's x and
+    y areas are in one range, so that a copy of results never crosses a border."""
     layout = memory.layout
     borders = [0, *(layout.x_area(slot) for slot in range(layout.slots + 1))]
     for begin, end in pairwise(borders):

@@ -31,11 +31,13 @@ from node_agent.coldstart.slices import cut_columns, cut_rows, within
 
 LATE_WAKE_US = 200
 SHARES_WAIT_NS = 1_000_000
-"""Nanoseconds to wait for other workers' parts of x A^T. Three times the duration of the own part is added."""
+"""Nanoseconds that a worker waits for other workers' parts of x A^T, in addition to three times the duration of
+computing its part."""
 
 
 def load_flags() -> Flags:
-    """Returns the compiled flag operations, or numpy's if there is no compiler. Raises UnsupportedMachine."""
+    """Returns the compiled operations on flags in shared memory; without a compiler, those in numpy. Raises
+    UnsupportedMachine."""
     check_machine()
     try:
         return CompiledFlags()
@@ -44,7 +46,7 @@ def load_flags() -> Flags:
 
 
 class Worker:
-    """CPU LoRA worker. It ignores commands of other epochs, which were for a previous process in its place."""
+    """CPU LoRA worker. It ignores commands whose epoch is that of an earlier process of this worker."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._memory = HandoffMemory(config.handoff_fd, config.layout)
@@ -57,7 +59,8 @@ class Worker:
         self._start = 0
 
     def serve_while_armed(self, poll_ns: int) -> None:
-        """Answers commands until the workers are disarmed and all commands posted before are answered."""
+        """Answers commands until the workers are disarmed and all commands posted before are answered. `poll_ns`:
+        nanoseconds of polling between two checks for signals."""
         layout, index, memory = self._layout, self._index, self._memory
         first = memory.command_flags[0][index]
         while True:
@@ -122,7 +125,8 @@ class Worker:
                 product.expand(ys, xa[low:high], host_slot, layer, group, columns)
 
     def _all_ready(self, at: int, command: Command, end_ns: int) -> bool:
-        """Returns True once all shares' parts of x A^T are ready; False at `end_ns` (monotonic)."""
+        """Waits until all shares' parts of x A^T are ready, and returns True. Returns False at `end_ns` (monotonic
+        nanoseconds)."""
         flags, wait = self._memory.ready_flags[at], self._flags.wait
         remaining_ns = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
         return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(remaining_ns))

@@ -51,23 +51,24 @@ log = logging.getLogger("garnish.engine")
 
 START_LIMIT_S = 60.0
 LINK_MOVED = 4 / 3
-"""Factor by which the link's learned rate must change before the workers are judged again."""
+"""Factor by which the link's learned bandwidth must change before the node reconsiders its number of workers."""
 JUDGE_PAUSE_S = 60.0
-"""Minimum seconds between two judgements because of the link. On a busy host the judgement's own loads can change the
-learned rate."""
+"""Minimum seconds between two decisions on the workers because of a changed link. On a busy host the measurement's own
+loads can change the learned bandwidth."""
 RETRY_S = 30.0
 """Seconds before another attempt after an interrupted measurement."""
 ABOUT_AS_FAST = 1.05
-"""Factor within which fewer workers count as equally fast."""
+"""Factor within which the time to first token with fewer workers counts as equally good."""
 DECISION_ROUNDS = 8
-"""Calls of each plan for deciding whether to use workers, or for narrowing the bounds of a kind of call."""
+"""Number of calls of each plan that are measured to decide whether to use workers, or to narrow the bounds of a kind of
+call."""
 BURST_ROUNDS = 3
-"""Bursts of concurrent calls of each plan for the same decision."""
+"""Number of bursts of concurrent calls of each plan that are measured for the same decision."""
 ALL_PLANS = ("wait", *PLANS)
 
 
 class WorkerManager:
-    """Workers of one engine. Only the engine's thread calls it."""
+    """Starts, measures and replaces the CPU workers of one engine. Only the engine's thread calls it."""
 
     def __init__(self, engine: Engine, config: EngineConfig, base: BaseModel, threads: int) -> None:
         """`threads`: torch threads of the engine while no worker is armed."""
@@ -77,7 +78,7 @@ class WorkerManager:
         self._key = profile_key(engine, config, base)
         self._judged_rate, self._judge_at = 0.0, 0.0
         self._starting: WorkerPool | None = None
-        """workers that were started, or are judged again, while the node serves"""
+        """workers that are starting, or are measured again, while the node serves"""
         self._warm_by = 0.0
         self._retry_at = 0.0
 
@@ -107,7 +108,8 @@ class WorkerManager:
             self._starting = None
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Measures while the node is idle, until `should_yield`. Returns False when there is nothing to measure now."""
+        """Measures calls while the node is idle, until `should_yield` returns True. Returns False when there is nothing
+        to measure now."""
         if time.monotonic() < self._retry_at or should_yield():
             return False
         if self._starting is not None:
@@ -151,8 +153,8 @@ class WorkerManager:
             )
 
     def _judge(self, should_yield: Callable[[], bool]) -> None:
-        """Measures typical calls with the current workers, and keeps as many as are useful. If the settings fix their
-        number, schedules the measurement for idle time instead. Raises Interrupted."""
+        """Measures typical calls with the current workers, and keeps as many workers as are useful. If the settings fix
+        their number, the calls are measured later, while the node is idle. Raises Interrupted."""
         starts, workers = self.starts, self.starts.workers
         if workers is None:
             return
@@ -201,8 +203,8 @@ class WorkerManager:
         return min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))
 
     def _keep_only(self, count: int, workers: WorkerPool) -> None:
-        """Makes cold starts use `count` workers. At the node's start the pool is restarted with fewer. On a serving
-        node the others stay asleep, since starting processes would delay calls."""
+        """Makes cold starts use only `count` workers. At the node's start, the pool is restarted with fewer workers. On
+        a serving node the superfluous ones sleep instead, since starting processes would delay calls."""
         if self._starting is not None:
             workers.limit = count
         else:
@@ -212,8 +214,8 @@ class WorkerManager:
     # --- while idle
 
     def _link_has_moved(self) -> bool:
-        """Returns whether the link's learned rate has changed by LINK_MOVED since the last judgement. Returns False
-        within JUDGE_PAUSE_S of a judgement for this reason."""
+        """Returns whether the link's learned bandwidth has changed by the factor LINK_MOVED since the last decision on
+        workers. Returns False within JUDGE_PAUSE_S seconds of a decision made for this reason."""
         if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
             return False
         if refusal(self.config) or time.monotonic() < self._judge_at:
@@ -222,8 +224,8 @@ class WorkerManager:
         return not 1 / LINK_MOVED < rate < LINK_MOVED
 
     def _judge_link_again(self) -> None:
-        """Judges the workers again by the link's current cost: closes them, starts new ones, or has the existing ones
-        measured again."""
+        """Decides on the workers again, by the link's current cost: closes them, starts new ones, or has the existing
+        ones measured again."""
         starts = self.starts
         assert starts.profile is not None and starts.link is not None
         cost, workers = starts.link.cost, starts.workers
@@ -269,8 +271,11 @@ class WorkerManager:
         return True
 
     def _unless_impossible(self, start: Callable[[], object]) -> bool:
-        """Calls `start`, which starts workers. Returns False if the machine can't have workers and the settings leave
-        the number to the node, which then serves without. Otherwise raises ValueError, UnsupportedMachine."""
+        """Calls `start`, which starts workers. Returns whether it succeeded.
+
+        Returns False if the machine can't have workers and the settings leave their number to the node, which then
+        serves without them. With a fixed number, raises ValueError, UnsupportedMachine.
+        """
         try:
             return start() is not False
         except (ValueError, UnsupportedMachine) as error:
@@ -281,9 +286,11 @@ class WorkerManager:
             return False
 
     def _measure_kind(self, kind: CallKind, should_yield: Callable[[], bool]) -> None:
-        """Measures a kind of call that callers made, so that later ones may be assisted. Measures more calls if the
-        kind was measured before. A kind that can't be measured is not tried again; an interrupted one is, after the
-        others."""
+        """Measures a kind of call that users have made, so that workers may assist later ones. If the kind was measured
+        before, measures more calls of it.
+
+        A kind for which the node has no room is not tried again; an interrupted one is tried again after the others.
+        """
         unmeasured, times = self.starts.unmeasured, self.starts.times
         del unmeasured[kind]
         rounds = DECISION_ROUNDS if times.is_measured(kind, ALL_PLANS) else ROUNDS
@@ -312,8 +319,8 @@ class WorkerManager:
         self._take(pool)
 
     def _take(self, pool: WorkerPool) -> bool:
-        """Makes cold starts use the pool's workers, and measures their costs if the profile lacks them. Returns False,
-        after closing the pool, if none answers. Raises ValueError when the handoff does not work."""
+        """Makes cold starts use the pool's workers, and measures their costs if the profile lacks them. Returns whether
+        any worker answers; if none does, closes the pool. Raises ValueError when the handoff does not work."""
         starts, count = self.starts, pool.layout.workers
         assert starts.profile is not None
         if isinstance(pool, StreamPool) and pool.usable:

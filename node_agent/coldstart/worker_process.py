@@ -1,9 +1,9 @@
-"""Process of a CPU LoRA worker. It computes LoRA terms of the tokens handed to it with one thread on one core (a spare:
-on any worker's core), and never uses a GPU.
+"""Process of a CPU LoRA worker. It computes LoRA terms of the tokens handed to it, with one thread on one core, and
+never uses a GPU. A spare worker may run on the core of any other one.
 
-It maps the inherited host tier and handoff memory, reports on standard output when it is warm, and blocks until it is
-armed. While armed, it polls its command flags, so that nothing has to wake it. A command that can't be computed is a
-bug and ends the process. The engine notices the exit at once and starts another worker.
+The process maps the inherited host tier and handoff memory, reports on standard output when it is warm, and blocks
+until it is armed. While armed, it polls its command flags, so that nothing has to wake it. A command that can't be
+computed is a bug and ends the process. The engine notices the exit at once and starts another worker.
 """
 
 from __future__ import annotations

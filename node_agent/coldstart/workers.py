@@ -1,4 +1,5 @@
-"""Engine's side of CPU-assisted LoRA (Toppings 4.2): sends x to worker processes and receives scale * x A B."""
+"""Engine's side of CPU-assisted LoRA (Toppings 4.2). Sends a group's input x to worker processes, and receives its LoRA
+terms scale * x A B."""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ from node_agent.coldstart.slices import Segment, cut, slices_wanted, weight_shar
 from node_agent.coldstart.worker import load_flags
 
 TAKEOVER_S = 0.25
-"""Seconds without an answer after which another worker, if there is one, also computes the slice."""
+"""Seconds without an answer after which another worker, if one is free, also computes the slice."""
 STALL_LIMIT_S = 5.0
-"""Seconds after a timeout in which a worker must answer, or it is killed and restarted."""
+"""Seconds that a worker has after a timeout to answer. Then it is killed and restarted."""
 CHECK_NS = 200_000
-"""Nanoseconds between two checks whether the awaited worker is alive."""
+"""Nanoseconds between two checks whether a worker whose answer is awaited is alive."""
 
 
 class WorkerPool:
-    """Pool with one worker per core of `cores`. Must be created before CUDA is initialised. One thread calls all
-    methods except `close`.
+    """Pool of CPU LoRA workers, one for each core of `cores`. Must be created before CUDA is initialised. One thread
+    calls all methods except `close`.
 
-    In addition there are `layout.spares` spare workers, as in Toppings (section 8). Each is warm, sleeps and has
-    no separate core. It replaces a worker while that one is dead or late.
+    In addition there are `layout.spares` spare workers, as in Toppings (section 8). A spare is warm, sleeps, and has no
+    core to itself. It replaces another worker while that one is dead or late.
     """
 
     def __init__(
@@ -88,13 +89,14 @@ class WorkerPool:
 
     @property
     def rests_between_handoffs(self) -> bool:
-        """Returns whether workers are disarmed after each handoff, since the engine computes on their cores."""
+        """Returns whether workers are disarmed (stop polling) after each handoff, since the engine computes on their
+        cores."""
         return self.engine_cores is not None and self.engine_cores.per_handoff
 
     @property
     def available(self) -> list[WorkerState]:
-        """Returns the workers that can take a slice now, at most `limit`. A spare one, which comes last, is included
-        while another is dead or late."""
+        """Returns the workers that can take a slice now, at most `limit`. While another worker is dead or late, they
+        include a spare one, which is the last."""
         return [worker for worker in self._keeper.workers if not worker.late][: self.limit]
 
     @property
@@ -116,13 +118,13 @@ class WorkerPool:
                 self.rouse(index)
 
     def rouse(self, index: int) -> None:
-        """Makes one worker poll until all are disarmed."""
+        """Makes one worker poll for commands until all workers are disarmed."""
         self._polling.add(index)
         self._flags.post(self.memory.armed[index], 1)
         os.eventfd_write(self._armed_fds[index], 1)
 
     def disarm(self) -> None:
-        """Undoes one `arm`. After the last one, the workers answer what is posted and then sleep."""
+        """Undoes one `arm`. After the last one, the workers answer the commands posted before, and then sleep."""
         if self._closed:
             return
         self._armed -= 1
@@ -136,11 +138,12 @@ class WorkerPool:
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None:
         """Opens a handoff: workers compute the group's LoRA term for x [T, d_in], whose tokens belong to the segments.
 
-        Tokens are divided into slices of the segments' sizes, one per worker, limited by the number of free workers; if
-        all are busy, the least busy ones are used. If there are fewer slices than free workers, these split the weights
-        instead, if the weights are large enough. With `group` None the workers answer without computing. Returns None
-        if no slot is free or no worker is available. Raises ValueError for an x of the wrong shape or dtype,
-        RuntimeError when the workers are not armed.
+        Tokens are divided into slices of the segments' sizes, one for each worker, up to the number of free workers. If
+        all workers are busy, the least busy ones are used. If there are fewer slices than free workers, these share the
+        weights instead, if the weights are large enough. With `group` None the workers answer without computing.
+
+        Returns None if no handoff slot is free or no worker is available. Raises ValueError for an x of the wrong shape
+        or dtype, RuntimeError when the workers are not armed.
         """
         code = ECHO if group is None else GROUP_NAMES.index(group)
         self._check(x, segments, layer, code)
@@ -149,8 +152,8 @@ class WorkerPool:
         return self._hand_over(x, segments, layer, code, workers, split)
 
     def take_over(self, parts: Sequence[Part]) -> Handoff | None:
-        """Opens a handoff of a whole slice with missing `parts` to another worker, preferably a spare. Returns None if
-        no worker or slot is free."""
+        """Hands a whole slice to another worker, preferably a spare, because `parts` of it are missing. Returns the
+        handoff; None if no worker or slot is free."""
         part, missing = parts[0], [part.worker for part in parts]
         candidates = [worker for worker in self._keeper.workers if not worker.late and worker not in missing]
         if not candidates:
@@ -170,16 +173,18 @@ class WorkerPool:
         return HostPass(self)
 
     def poll(self) -> None:
-        """Frees slots of late commands that were answered meanwhile."""
+        """Frees the slots of handoffs that were closed before late workers had answered, if they have answered
+        since."""
         self._sweep()
 
     def reads(self, parts: Iterable[Part]) -> bool:
-        """Returns whether a worker may still be processing any of these abandoned parts."""
+        """Returns whether a worker may still be processing any of these parts, whose handoffs were closed before they
+        were answered."""
         late = [part for _, waiting in self._quarantine for part in waiting]
         return bool(late) and any(part in late for part in parts)
 
     def close(self) -> None:
-        """Ends the workers. Open handoffs fail. The memory is unmapped with its last view."""
+        """Ends the workers. Open handoffs fail. The shared memory is unmapped when its last view is freed."""
         if not self._closed:
             self._closed = True
             if self._armed and self.engine_cores is not None:
@@ -257,9 +262,12 @@ class WorkerPool:
         x_bytes: int,
         split: bool,
     ) -> list[Part]:
-        """Writes the command of each worker, or of as many as there are slices; the caller sets the command flags. A
-        worker starts once its flag `at` has its part's value. `split`: each worker has all tokens and a share of the
-        weights."""
+        """Writes the commands of handoff `at` for the workers, or for as many of them as there are slices. Returns
+        their parts.
+
+        The caller then sets the command flags: a worker starts once its flag has its part's value. `split`: each worker
+        gets all tokens and a share of the weights.
+        """
         memory, tokens, ends = self.memory, 0, []
         for segment in segments:
             tokens += segment.tokens
@@ -284,7 +292,8 @@ class WorkerPool:
         return parts
 
     def _crossings(self, x_bytes: int, tokens: int, code: int) -> tuple[int, int]:
-        """Returns the microseconds for a handoff's x and for its results to cross the simulated link; 0 without one."""
+        """Returns two times in microseconds for crossing the simulated link: that of a handoff's x, and that of its
+        results. Both are 0 without a simulated link."""
         if self.link is None:
             return 0, 0
         widths = () if code == ECHO else self.memory.group_widths[code][1]
@@ -319,15 +328,15 @@ class WorkerPool:
         self._keeper.wake()
 
     def _settle(self, part: Part, arrived: bool = False) -> bool:
-        """Removes the part from its worker's count. Returns False, without effect, while the worker may still use the
-        slot."""
+        """Subtracts the part from its worker's number of commands. Returns False, without effect, while the worker may
+        still use the slot."""
         if not arrived and not self._answered(part) and not part.worker.ended:
             return False
         part.worker.commands -= 1
         return True
 
     def _sweep(self) -> None:
-        """Frees quarantined slots whose workers have answered or exited."""
+        """Frees the slots of closed handoffs whose late workers have now answered or exited."""
         if not self._quarantine:
             return
         quarantined = []

@@ -1,4 +1,4 @@
-"""Admission of waiting requests to the batch."""
+"""Decides which waiting requests enter the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refused:
 
 
 STARVED_AFTER = 1.0
-"""Seconds after which a request that waits for adapter memory blocks later requests from taking or sharing any."""
+"""Seconds after which a request that waits for adapter memory blocks all later requests with an adapter."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Shortage:
 
     is_short: bool = False
     is_starved: bool = False
-    """whether a request has waited for STARVED_AFTER"""
+    """whether a request has waited for STARVED_AFTER seconds"""
 
 
 class Admission:
@@ -83,12 +83,12 @@ class Admission:
         self._loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
         self._max_loading = max(1, max_rows // 4)
         self._shortage = _Shortage()
-        """shortage found by requests that are not best effort"""
+        """shortage of adapter memory found by requests that are not best effort"""
         self._best_effort_shortage = _Shortage()
         self._passed = False
-        """whether a request waits for rows or blocks; others may then pass it only with reserved ones"""
+        """whether a request waits for rows or blocks. Others may then pass it only if they use reserved ones."""
         self._by_light = False
-        """whether light tenants may pass it too, not only strict requests"""
+        """whether light tenants (`Reserves.light`) may pass that request, and not only strict requests"""
         self.short = False
         """whether any request waits for rows or blocks"""
         self.admitted: list[Request] = []
@@ -105,8 +105,8 @@ class Admission:
         self.short = self._passed or (len(queue) > 0 and self.free_rows <= 0)
 
     def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
-        """Visits the queue once, in order; `best_effort` False skips best-effort requests. Returns False if a strict
-        request waits for rows or blocks: no other may then pass it."""
+        """Visits the waiting requests once, in order, and admits or refuses them. `best_effort` False skips best-effort
+        requests. Returns False if a strict request waits for rows or blocks, so that no other request may pass it."""
         for request in queue.in_order():
             if request.slo_class == "strict":
                 if not self._try_strict(request, queue):
@@ -137,7 +137,8 @@ class Admission:
         return victims is not None and self._enter(request, need, queue, victims)
 
     def _light_wait(self, queue: WaitingQueue) -> bool:
-        """Returns whether a tenant waits that may use reserved places or claim a place from others."""
+        """Returns whether a waiting tenant may use the rows and blocks reserved for light tenants, or may take them
+        from other tenants."""
         if self.free_rows > 0 and any(map(self.reserves.light, queue.tenants)):
             return True
         return any(map(self.reserves.may_claim, queue))
@@ -224,7 +225,7 @@ class Admission:
         return self.store.choose_spared(adapter, self.reserves.awaited_adapters())
 
     def _keeps_out(self, request: Request, adapter: Adapter) -> bool:
-        """Returns whether the request must stay behind one that waits for adapter memory."""
+        """Returns whether the request must stay in the queue because an earlier one waits for adapter memory."""
         shortages = [self._shortage]
         if request.slo_class == "best_effort":
             shortages.append(self._best_effort_shortage)
@@ -270,7 +271,8 @@ class Admission:
 
 
 def _book_waits_for_bytes(queue: Iterable[Request]) -> None:
-    """Adds the time since the last call to `held_s` of requests that waited only for bytes of their adapter."""
+    """Updates `held_s` of waiting requests: adds the seconds since the last call if a request waited only for its
+    adapter's bytes."""
     now = time.monotonic()
     for request in queue:
         if request.held_at:

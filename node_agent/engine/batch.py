@@ -13,12 +13,12 @@ from node_agent.runner.sampler import uniform
 from node_agent.types import Lease, LoraBatch, PromptScoring, SamplingBatch, StepBatch
 
 UNKNOWN = 0
-"""Placeholder for a token that the device fills in."""
+"""Token id that stands for a token that only the device knows yet."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """`length` tokens of a request, from position request.computed + ahead."""
+    """Tokens of one request in a pass: `length` tokens from position `request.computed` + `ahead`."""
 
     request: Request
     length: int
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def begin(self) -> int:
-        """Position of the row's first token."""
+        """Position in the request of the row's first token."""
         return self.request.computed + self.ahead
 
     @property
@@ -37,7 +37,8 @@ class Row:
 
     @property
     def scored(self) -> range:
-        """Positions of prompt tokens that this row scores; empty if no log probabilities are requested."""
+        """Positions in the request of the prompt tokens that this row scores. Empty if no log probabilities of the
+        prompt are requested."""
         request = self.request
         if request.sampling.prompt_logprobs is None:
             return range(0)

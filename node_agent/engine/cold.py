@@ -23,7 +23,7 @@ from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
 log = logging.getLogger("garnish.engine")
 
 TYPICAL_ANSWER = 12
-"""Assumed number of tokens of an answer, if `max_tokens` allows more."""
+"""Assumed number of tokens of an answer, unless `max_tokens` is smaller."""
 
 StartPass = Callable[[Row, Plan], tuple[Pass, ColdLora, Plan]]
 Book = Callable[[list[Row], StepOutput], None]
@@ -31,7 +31,7 @@ Book = Callable[[list[Row], StepOutput], None]
 
 @dataclass(eq=False)
 class ColdPass:
-    """Open pass of one chunk, with one row and one lease."""
+    """Started and unfinished pass of one prompt chunk, with one row and one lease."""
 
     row: Row
     lease: Lease
@@ -48,21 +48,22 @@ class ColdPass:
     layers_s: float = 0.0
     """seconds spent computing or enqueueing its layers, including waits for workers"""
     enqueued: Event = ENDED
-    """event after the last enqueued layers"""
+    """event that ends when the layers enqueued so far are computed"""
     watched: Event = ENDED
-    """latest such event that wakes the engine at its end"""
+    """latest of these events whose end wakes the engine"""
 
     @property
     def plan_now(self) -> Plan:
-        """Returns the plan. While the device is still busy with earlier layers, planned CPU layers count as loaded
-        ones: the decision starts once the device reaches them."""
+        """Returns the pass's plan as it applies now. While the device still computes earlier layers, CPU workers get no
+        layer that is planned to be loaded: whether they compute it is decided once the device reaches it."""
         if self.enqueued.query():
             return self.plan
         return replace(self.plan, cpu_extra=(inf,) * len(self.plan.cpu_extra))
 
     @property
     def cpu_left(self) -> float:
-        """Returns the planned seconds by which CPU workers lengthen the rest of the pass."""
+        """Returns the planned seconds by which CPU workers lengthen the layers of the pass that are not computed
+        yet."""
         return sum(max(0.0, extra) for extra in self.plan.cpu_extra[self.run.layer : self.plan.assisted])
 
     def resume(self, now: float) -> None:
@@ -95,8 +96,8 @@ class ColdPasses:
         events: EventWatch,
         limit: int,
     ) -> None:
-        """`start` begins a pass with its LoRA. `book` records the results of a pass. `events` wakes the engine at the
-        end of events."""
+        """`start` begins a pass with its LoRA. `book` records the results of a pass. `events` wakes the engine when a
+        watched event ends."""
         self.cold_start, self.device, self.num_layers, self.limit = cold_start, runner.device, runner.num_layers, limit
         self._start, self._book, self._pulse, self._events = start, book, pulse, events
         self.open: list[ColdPass] = []
@@ -152,11 +153,11 @@ class ColdPasses:
 
     def advance(self, tokens: int) -> int:
         """Advances the open passes as far as possible, in order of their start, best effort last. Returns the number of
-        prompt tokens whose computation this equals.
+        prompt tokens whose computation takes as long in a warm pass.
 
-        The limit is the work of a warm pass of `tokens` tokens, except that at least one stretch is computed: cold
-        passes delay all other requests meanwhile. Later passes use what the first leaves. If passes took turns instead,
-        all would end as late as the last.
+        `tokens`: number of these tokens at which it stops, since cold passes delay all other requests. At least one
+        stretch of layers is computed in any case. Later passes use what earlier ones leave: if passes took turns
+        instead, all would end as late as the last.
         """
         budget = remaining = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
         while (chosen := self._next()) is not None and remaining >= chosen[0].row.length:
@@ -192,7 +193,7 @@ class ColdPasses:
         return layer if layer == self.num_layers else layer // run.stretch * run.stretch
 
     def book_loads(self, requests: Iterable[Request]) -> None:
-        """Records load times and waits of the requests whose loads have ended."""
+        """Records the load times and waits of those requests whose adapters have been loaded."""
         store = self.cold_start.store
         for request in requests:
             cold, lease = request.cold, request.lease
@@ -208,7 +209,8 @@ class ColdPasses:
             cold.end_wait(time.monotonic())
 
     def begin_waits(self, requests: Iterable[Request]) -> None:
-        """Starts the wait time of requests whose next step no cold pass can compute without the whole adapter."""
+        """Starts the wait of requests whose next step needs the whole adapter, and which no cold pass can compute
+        without it."""
         now = time.monotonic()
         for request in requests:
             cold, lease = request.cold, request.lease
@@ -227,8 +229,10 @@ class ColdPasses:
         return [cold.run.abort() for cold in passes]
 
     def _compute(self, cold: ColdPass, upto: int) -> StepOutput | bool:
-        """Computes the pass up to layer `upto`, and its output after the last layer. Returns the output; True if layers
-        remain; False if the pass was poisoned by a failed worker."""
+        """Computes the pass up to layer `upto`, and its output after the last layer.
+
+        Returns the output; True if layers remain; False if a failed worker has made the values of the pass invalid.
+        """
         with self._pulse.computing("cold layers", cold.row.length, upto - cold.run.layer):
             started_at = time.perf_counter()
             cold.run.advance(upto)
@@ -241,7 +245,8 @@ class ColdPasses:
         return output
 
     def _take_stock(self, cold: ColdPass, output: StepOutput | bool | None) -> None:
-        """Records a finished pass. Drops one that was poisoned or ran out of memory (`output` None)."""
+        """Records a finished pass, and drops one that has failed. `output`: as from `_compute`, or None if the pass ran
+        out of memory."""
         if output is True:
             return
         request = cold.row.request

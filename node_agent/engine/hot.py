@@ -15,7 +15,7 @@ from node_agent.types import ModelRunner, PassLora, StepBatch, StepOutput
 GROWS_AFTER = 16
 """Number of successful passes after which the token limit doubles."""
 LARGEST = 1 << 20
-"""Token limit at which passes count as unlimited."""
+"""Token limit that counts as no limit."""
 
 Tensors = Callable[[list[Row], int, Joined | None], tuple[StepBatch, PassLora | None]]
 
@@ -28,7 +28,7 @@ class Computed:
     n_decode: int
     output: StepOutput
     seconds: float
-    """Duration of the pass alone, with all its adapters on the device; 0 if unknown."""
+    """Duration of the pass in seconds, if nothing else ran and all its adapters were on the device; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class OutOfMemory:
 
 
 class PassSize:
-    """Limit on the tokens of a hot pass. It is halved when a pass runs out of memory, and doubled after successes."""
+    """Limit on the tokens of a hot pass. It is halved when a pass runs out of memory, and doubled after GROWS_AFTER
+    successes."""
 
     def __init__(self) -> None:
         self._max_tokens = LARGEST
@@ -53,8 +54,8 @@ class PassSize:
         """index of the row to serve first if not all fit"""
 
     def cut(self, rows: list[Row], n_decode: int) -> tuple[list[Row], int]:
-        """Returns the rows that fit, in order, and the number of decode rows among them. The first `n_decode` of `rows`
-        are decode rows. A prompt chunk may be shortened."""
+        """Returns the rows that fit into a pass, in order, and the number of decode rows among them. The first
+        `n_decode` of `rows` are decode rows. The last prompt chunk may be shortened."""
         if sum(row.length for row in rows) <= self._max_tokens:
             return rows, n_decode
         begin, remaining = self._next_row % len(rows), self._max_tokens
@@ -86,10 +87,10 @@ class HotPasses:
         """number of layers enqueued at once: one on a CPU, all on a GPU"""
 
     def compute(self, rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
-        """Computes as many of the rows as fit in memory. The first `n_decode` are decode rows.
+        """Computes one pass of as many of the rows as the token limit allows. The first `n_decode` are decode rows.
+        `joined` computes the LoRA terms of rows whose adapters are still loading.
 
-        `joined` computes the LoRA terms of rows whose adapters are still loading. Returns OutOfMemory, and lowers the
-        token limit, when the pass did not fit.
+        Returns the finished pass. Returns OutOfMemory, and lowers the limit, when memory was short.
         """
         rows, n_decode = self._size.cut(rows, n_decode)
         started_at = time.perf_counter()
@@ -123,8 +124,11 @@ class HotPasses:
         should_yield: Callable[[], bool] | None = None,
         joined: Joined | None = None,
     ) -> StepOutput | None:
-        """Computes a pass without recording results, and waits for its output. Returns None if `should_yield` ended it;
-        this is checked before the pass and, on a CPU, before each layer."""
+        """Computes a pass without recording results, waits for its output, and returns it.
+
+        Returns None if `should_yield` returned True, which ends the pass. It is called before the pass and, on a CPU,
+        before each layer.
+        """
         run, layers = self._runner.start(*self._tensors(rows, n_decode, joined)), self._runner.num_layers
         tokens, step = sum(row.length for row in rows), self._layers_at_once
         try:

@@ -15,12 +15,12 @@ from node_agent.adapter_memory.store import AdapterStore
 
 LOOK_INTERVAL_S = 0.5
 LONGEST_ORDER_S = 600.0
-"""Maximum seconds for which a message is valid."""
+"""Maximum seconds for which the gateway's message with limits is valid."""
 
 
 class IdleLimits:
-    """Idle limits of adapters. Only the engine's thread calls it. `is_wanted` returns whether the adapter of a digest
-    must stay."""
+    """Idle limits of adapters, which the gateway sets. Only the engine's thread calls it. `is_wanted` returns whether
+    the adapter with a digest must stay."""
 
     def __init__(
         self, store: AdapterStore, is_wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic
@@ -30,7 +30,7 @@ class IdleLimits:
         self._until = 0.0
         self._look_at = 0.0
         self._used: dict[str, float] = {}
-        """Time of the last use or hint of each adapter with a limit, by digest."""
+        """Time of the last use or hint of each adapter with a limit, by digest, in monotonic seconds."""
 
     def set(self, residency: WantedResidency) -> None:
         """Replaces all limits."""
@@ -43,7 +43,7 @@ class IdleLimits:
         self._ttls_s, self._used = {}, {}
 
     def poll(self) -> None:
-        """Evicts adapters that have exceeded their limits."""
+        """Evicts the adapters that have been idle for longer than their limits."""
         now = self._clock()
         if now < self._look_at or not self._ttls_s:
             return
@@ -70,5 +70,6 @@ class IdleLimits:
 
 
 def _arrived(entry: DeviceAdapter | None, host: HostAdapter | None) -> float:
-    """Returns the time at which the adapter was completely loaded to its tier; 0 if it is incomplete."""
+    """Returns the time at which the adapter was completely loaded to its tier, in monotonic seconds; 0 if it is
+    incomplete."""
     return max(entry.copy.arrived if entry is not None else 0.0, host.arrived if host is not None else 0.0)

@@ -1,7 +1,8 @@
 """Requests that decode while their adapter is still loading: their rows join the hot pass.
 
-Layers on the device are computed there; CPU workers compute the others from host memory. A row joins a pass only if it
-needs no byte that is still missing and lengthens the pass little. Otherwise it sits the pass out.
+The device computes the LoRA terms of layers that have arrived; CPU workers compute those of the others from host
+memory. A row joins a pass only if it needs no byte that is still missing and lengthens the pass little. Otherwise it
+sits the pass out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ IsLoaded = Callable[[Request], bool]
 
 @dataclass(frozen=True)
 class LoadingPart:
-    """Tokens begin..end-1 of a pass, all of one adapter that is still loading."""
+    """Tokens begin..end-1 of a pass. They belong to one adapter, which is still loading."""
 
     begin: int
     end: int
@@ -41,12 +42,12 @@ class LoadingPart:
 
 
 class MixedLora:
-    """PassLora of a pass with loading parts. A worker's failure affects only the rows of those parts, since rows of a
-    pass share no values."""
+    """PassLora of a pass in which the adapters of some tokens are still loading. A worker's failure affects only those
+    tokens, since rows of a pass share no values."""
 
     def __init__(self, on_device: PassLora | None, parts: Sequence[LoadingPart], send: Callable[[], object]) -> None:
-        """`on_device` handles the other tokens; None if these have no adapter. `send` sends the parts' data to the
-        workers as one message."""
+        """`on_device`: LoRA of the tokens whose adapters are on the device; None if there are none. `send`: sends the
+        inputs of all `parts` to the workers as one message."""
         self._on_device, self._parts, self._send = on_device, parts, send
         self._adds = False
         self._adding: list[LoadingPart] = []
@@ -84,8 +85,8 @@ class Joining:
         return {request.id for request in waiting if request.lease is not None and request.lease.digest in chosen}
 
     def open(self, rows: Sequence[Row]) -> Joined:
-        """Prepares the rows of a pass whose adapters are loading. Rows for which no worker is free are in `left_out` of
-        the result."""
+        """Prepares the rows of a pass whose adapters are loading, and returns them. Rows for which no worker is free
+        are in `left_out` of the result."""
         joined = Joined(self.cold, self._runner, self._start_lora)
         for row in rows:
             lease = row.request.lease
@@ -95,7 +96,8 @@ class Joining:
 
 
 class Joined:
-    """Joined rows of one hot pass. `close` must be called when the pass has ended, successfully or not."""
+    """Rows of one hot pass whose adapters are still loading. `close` must be called when the pass has ended,
+    successfully or not."""
 
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self._cold, self._runner, self._start_lora = cold, runner, start_lora

@@ -27,7 +27,7 @@ class BlockPool:
         self._users = [0] * num_blocks
         """number of users of each block"""
         self.shared = 0
-        """sum over all blocks of the users beyond the first"""
+        """number of users beyond the first one of each block, summed over all blocks"""
         self._blank = list(range(num_blocks - 1, 0, -1))
         """free blocks that are not cached"""
         self._idle = OrderedDict[int, None]()
@@ -81,7 +81,8 @@ class BlockPool:
                 self._by_key[key], self._keys[block] = block, key
 
     def let_go(self, freed: Counter[int], blocks: Sequence[int]) -> int:
-        """Adds a user's departure from the blocks to `freed`. Returns how many of the blocks would then be free."""
+        """Counts in `freed` that one user leaves each of the blocks. Returns how many of these blocks would have no
+        user after all departures counted in `freed`."""
         if not self.shared:
             return len(blocks)
         freed.update(blocks)
@@ -93,7 +94,7 @@ class BlockPool:
         self.poll()
 
     def poll(self) -> None:
-        """Frees released blocks that the device no longer uses. Raises RuntimeError when a block was released twice."""
+        """Frees the released blocks whose events have ended. Raises RuntimeError when a block was released twice."""
         releasing, self._releasing = self._releasing, []
         for blocks, after in releasing:
             if all(event.query() for event in after):

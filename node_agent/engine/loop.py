@@ -51,7 +51,7 @@ class Engine:
         lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called from any thread when a stalled pass may continue."""
+        """`on_change` is called when a pass that waits for adapter bytes may continue; any thread may call it."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
@@ -70,9 +70,9 @@ class Engine:
         self.prefetcher = Prefetcher(store, limits.prefetch_waste)
         self.orders = Orders(store, self.prefetcher)
         self.worker_manager: IdleWork | None = None
-        """Starts and evaluates the CPU LoRA workers; None until the engine is set up."""
+        """Starts and measures the CPU LoRA workers; None until the engine is set up."""
         self.drift: Drift | None = None
-        """Performance model that the node publishes; None: it has none."""
+        """Performance model that the node publishes, with its corrections; None if it has none."""
         self.measuring: float | None = None
         """Finished share, 0 to 1, of a running measurement of the performance model; None: none is running."""
         self._events: list[EngineEvent] = []
@@ -87,7 +87,7 @@ class Engine:
         return self.cold_start.assist
 
     def close(self) -> None:
-        """Closes the engine's parts. No step may be running."""
+        """Closes the workers, threads and memory that the engine owns. No step may be running."""
         self._device_events.close()
         if self.worker_manager is not None:
             self.worker_manager.close()
@@ -125,15 +125,15 @@ class Engine:
             self._finish(request, "cancelled")
 
     def step(self) -> bool:
-        """Runs one iteration. Returns False if there was nothing to compute; the caller then waits for a message, a
-        load or a deadline."""
+        """Runs one iteration. Returns whether anything was computed. If not, the caller waits for a message, a load or
+        a deadline."""
         self.prepare()
         used = self.compute_cold()
         return len(list(self.compute_hot(used))) > 0 or used > 0
 
     def prepare(self) -> None:
-        """Runs the fast part of an iteration: records arrivals and expired requests, and admits. Its events can be sent
-        before the slow part."""
+        """Runs the fast part of an iteration: records arrivals, ends expired requests, and admits others. Its events
+        can be sent before the slow part begins."""
         self.store.poll()
         if self.assist is not None:
             self.assist.poll()
@@ -144,10 +144,11 @@ class Engine:
         self.prefetcher.poll()
 
     def compute_cold(self) -> int:
-        """Computes the cold passes. Returns the number of prompt tokens whose computation this equals.
+        """Computes the cold passes, before the hot ones. Returns the number of prompt tokens whose computation takes as
+        long in a warm pass.
 
-        They run before the hot pass. If their events are sent at once, the first token of a loading adapter does not
-        wait for the others' next tokens.
+        If the events are sent at once, the first token of a loading adapter does not wait for other requests' next
+        tokens.
         """
         self._fail_loads()
         self.cold.book_loads(self.running.values())
@@ -157,8 +158,8 @@ class Engine:
         return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, self.cold.requests))
 
     def compute_hot(self, used: int) -> Iterator[None]:
-        """Computes the hot passes, after cold ones that `used` some of the iteration's prompt tokens. Yields after
-        each, so that its events can be sent before the next one."""
+        """Computes the hot passes of an iteration. Yields after each, so that its events can be sent before the next
+        one. `used`: prompt tokens of the iteration that cold passes have used."""
         self.overlap.end_dropped()
         if self.overlap.under_way:
             self._book_computed(*self.overlap.compute())
@@ -298,7 +299,7 @@ class Engine:
                     self._fail_load(request, failure)
 
     def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora, Plan]:
-        """Starts a cold pass. Returns it with its LoRA and its plan, which differs from the given plan if no workers
+        """Starts a cold pass. Returns the pass, its LoRA, and its plan, which differs from the given one if no workers
         are free."""
         lease = row.request.lease
         assert lease is not None
@@ -327,7 +328,7 @@ class Engine:
 
     def _book(self, rows: list[Row], output: StepOutput, failed: Collection[Row] = ()) -> None:
         """Records the results of a finished pass: prompt scores, computed tokens and new tokens. Rows in `failed` are
-        skipped. A request that has ended, also because of its prompt scores, gets no new token."""
+        skipped. A request that has ended, or that its prompt scores end, gets no new token."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
         sampled = [row for row in rows if row in failed or row.wants_logits]

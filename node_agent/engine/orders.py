@@ -17,14 +17,14 @@ from node_agent.types import LoadFailed, TooLarge
 MAX_PREFETCHES = 16
 MAX_TENANT_PREFETCHES = 8
 LONGEST_PREFETCH = 600.0
-"""Maximum seconds of a prefetch."""
+"""Seconds after which an operator's prefetch is ended with the error `timeout`."""
 
 log = logging.getLogger("garnish.engine")
 
 
 @dataclass(eq=False)
 class _Underway:
-    """Prefetch on request that has not been answered."""
+    """Running prefetch that an operator has asked for. The operator's question is not answered yet."""
 
     order: Prefetch
     deadline: float
@@ -32,7 +32,8 @@ class _Underway:
 
 
 class Orders:
-    """Operators' commands and their answers. Only the engine's thread calls it. Each question is answered once."""
+    """Operators' commands and their answers. Only the engine's thread calls it. It answers each question exactly
+    once."""
 
     def __init__(self, store: AdapterStore, prefetcher: Prefetcher) -> None:
         self._store, self._prefetcher = store, prefetcher
@@ -49,7 +50,7 @@ class Orders:
                 self._answers.append(self._evict(id, digest))
 
     def poll(self, may_place: bool) -> None:
-        """Advances the prefetches. With `may_place`, they may use free room on the device."""
+        """Advances the operators' prefetches. `may_place`: whether they may use free adapter memory on the device."""
         self._underway = [each for each in self._underway if not self._advance(each, may_place)]
 
     def answers(self) -> list[Answer]:

@@ -1,4 +1,5 @@
-"""Decode steps that are enqueued while the previous step still runs, for runners that feed tokens on the device.
+"""Decode steps that are enqueued while the previous step still runs. The runner must feed tokens: a chosen token
+becomes the next step's input on the device.
 
 A step is enqueued ahead only while all running requests are in the running step, so that a new request waits for at
 most one step. Results for a request that has meanwhile ended are discarded, and its resources are freed once the step
@@ -31,18 +32,18 @@ class _Step:
 
 
 class Overlap:
-    """Enqueued steps, at most two. Only the engine's thread calls it."""
+    """Decode steps that are enqueued on the device, at most two at once. Only the engine's thread calls it."""
 
     def __init__(self, hot: HotPasses, runner: ModelRunner, running: Mapping[str, Request]) -> None:
         self._hot, self._running = hot, running
         self._runner = runner if isinstance(runner, SendingRunner) else None
         self._step: _Step | None = None
         self._last_end = 0.0
-        """end of the last step that another one followed, by `time.perf_counter`; 0 if none did"""
+        """end of the last step, in seconds of `time.perf_counter`, if another step was enqueued behind it; else 0"""
 
     @property
     def under_way(self) -> bool:
-        """Returns whether a step must be awaited before another pass is chosen."""
+        """Returns whether a step is running, which must be awaited before another pass is chosen."""
         return self._step is not None
 
     def end_dropped(self) -> None:
@@ -59,8 +60,8 @@ class Overlap:
         return True
 
     def compute(self) -> tuple[Computed, Collection[Row]]:
-        """Enqueues the next step if possible, then waits for the running one. Returns the latter, and its rows to
-        discard. Its `seconds` are 0 unless it ran directly after another step."""
+        """Enqueues the next step if possible, then waits for the running one. Returns the finished step, and those of
+        its rows whose results must be discarded. Its `seconds` are 0 unless it ran directly after another step."""
         step = self._step
         assert step is not None
         self._step = self._follow(step)
@@ -72,8 +73,8 @@ class Overlap:
         return Computed(step.rows, len(step.rows), step.output, seconds), step.dropped or ()
 
     def drop(self, request: Request) -> list[Event]:
-        """Drops the rows of a request that has ended or is preempted. Returns the events after which its resources are
-        free."""
+        """Has a request's results in the running step discarded, because it has ended or is preempted. Returns the
+        events after which its resources are free."""
         step = self._step
         rows = [] if step is None else [row for row in step.rows if row.request is request]
         if step is None or not rows:
@@ -93,10 +94,12 @@ class Overlap:
         return _Step(rows, self._hot.enqueue(rows, fed=at))
 
     def _may_follow(self, rows: list[Row]) -> bool:
-        """Returns whether another step may be enqueued after a step of these rows. The runner must feed tokens, and no
-        other request may be running, since it would wait. No row's logits may depend on a token that only the device
-        knows. No request may have a promised time per output token, since other rows may have to sit out a pass for
-        it."""
+        """Returns whether another step may be enqueued behind a step of these rows.
+
+        The runner must feed tokens. No other request may be running, since it would wait. No row's logits may depend on
+        a token that only the device knows yet. No strict request may have a promised time per output token, since other
+        rows may have to sit out a pass for it.
+        """
         if self._runner is None or not self._runner.feeds:
             return False
         requests = [row.request for row in rows]

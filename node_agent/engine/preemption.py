@@ -24,12 +24,11 @@ def choose_victims(
     cached: Collection[int],
     over_share: OverShare | None = None,
 ) -> list[Request] | None:
-    """Returns the requests to preempt for the rows and KV blocks of which the batch is `short`. Returns None if all
-    together would not suffice.
+    """Returns the requests to preempt to make room for a new request. Returns None if all together would not suffice.
 
-    Blocks in `cached` do not count, since the new request uses them as its prefix. The least often preempted go first;
-    among them the latest admitted, which have least to recompute. `over_share` decides which may go; None: best-effort
-    requests.
+    `short`: rows and KV blocks that are missing. `cached`: blocks that the new request uses as its prefix, whose
+    release gains nothing. The least often preempted requests go first; among them the latest admitted, which have least
+    to recompute. `over_share` decides which may go; None: best-effort requests.
     """
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
@@ -48,8 +47,11 @@ def choose_victims(
 
 
 class OverShare:
-    """Rows and KV blocks per tenant, without those of victims chosen so far. A tenant keeps at least its share and one
-    row. Strict requests are never preempted; a best-effort request preempts only other best-effort requests."""
+    """Rows and KV blocks that each tenant has, less those of the victims chosen so far.
+
+    A tenant keeps at least its share and one row. Strict requests are never preempted; a best-effort request preempts
+    only other best-effort requests.
+    """
 
     def __init__(self, running: Collection[Request], share: Room, slo_class: SloClass) -> None:
         self._share, self._slo_class = share, slo_class
@@ -74,12 +76,12 @@ class OverShare:
 def strict_room(
     running: Collection[Request], queue: WaitingQueue, reserved: Room, free: Room, shared: int, short: bool
 ) -> StrictRoom:
-    """Returns the rows, KV blocks and pending prompt tokens that a strict request arriving now would find. Places of
-    best-effort requests count as free.
+    """Returns the rows, KV blocks and pending prompt tokens that a strict request would find if it arrived now. Rows
+    and blocks of best-effort requests count as free.
 
     `reserved`: room for strict requests; while a standard request waits, they get only that part of the free room
-    (`Admission`). `shared`: as in BlockPool; this number of blocks of the preempted requests may
-    stay in use by others, except blocks that are not cached. `short`: whether a request waits for rows or blocks.
+    (`Admission`). `shared`: as in BlockPool. Of the preempted requests' blocks, at most this number may stay in use by
+    others; blocks outside the prefix cache never do. `short`: whether a request waits for rows or blocks.
     """
     if short and queue.standard:
         free = Room(min(free.rows, reserved.rows), min(free.blocks, reserved.blocks))
@@ -94,9 +96,12 @@ def strict_room(
 
 
 def choose_lenders(running: Iterable[Request], fits: Callable[[Collection[str]], bool]) -> list[Request] | None:
-    """Returns best-effort requests whose preemption frees enough adapter room on the device, as decided by `fits` for
-    the digests. The least often preempted go first, among them the latest admitted. Adapters that other requests also
-    use free nothing. Returns None if all would not suffice."""
+    """Returns the best-effort requests to preempt so that an adapter fits on the device. Returns None if all would not
+    suffice.
+
+    `fits` returns whether it would fit without the adapters with the given digests. The least often preempted requests
+    go first, among them the latest admitted. Adapters that other requests also use free nothing.
+    """
     users: dict[str, list[Request]] = {}
     for request in running:
         if request.lease is not None:
@@ -114,6 +119,6 @@ def _may_go(request: Request) -> bool:
 
 
 def _is_movable(request: Request) -> bool:
-    """Returns whether the request may be preempted: no open cold pass writes to its blocks, and it was preempted fewer
-    than MAX_PREEMPTIONS times."""
+    """Returns whether the request may be preempted at all. No open cold pass may write to its blocks, and it was
+    preempted fewer than MAX_PREEMPTIONS times."""
     return not request.in_cold_pass and request.preemptions < MAX_PREEMPTIONS

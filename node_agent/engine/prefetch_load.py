@@ -14,9 +14,12 @@ from node_agent.types import LoadFailed, NoRoom, TooLarge
 
 
 class PrefetchLoad:
-    """Load of an adapter without a request. It waits for the adapter like a queued request, until the adapter is in
-    host memory and again during the copy to the device. It never takes a lease: a request may take over the loaded
-    adapter, or its room, at any time."""
+    """Load of an adapter for which no request waits.
+
+    The prefetch counts as a waiter for the adapter, like a queued request, until the adapter is in host memory and
+    again during the copy to the device. It never takes a lease: a request may take over the loaded adapter, or its
+    room, at any time.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class PrefetchLoad:
         to_device: bool = True,
         spared: Container[str] = (),
     ) -> None:
-        """`spared`: digests that a predicted prefetch must not evict."""
+        """`spared`: digests of adapters that a predicted prefetch must not evict."""
         self._store, self.adapter, self._priority = store, adapter, priority
         self._to_device, self._spared = to_device, spared
         self.waits = False
@@ -38,8 +41,8 @@ class PrefetchLoad:
         self._wait()
 
     def advance(self, may_place: bool) -> HeldTier | TooLarge | LoadFailed | None:
-        """Advances the load as far as possible. With `may_place`, it may use room on the device. Returns None while it
-        runs; at its end, the tier reached or the reason of a permanent failure."""
+        """Advances the load as far as possible. `may_place`: whether it may use room on the device. Returns None while
+        the load runs. At its end, returns the tier reached, or the reason of a permanent failure."""
         outcome = self._advance(may_place)
         if outcome is not None:
             self.end()

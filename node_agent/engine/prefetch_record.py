@@ -1,4 +1,5 @@
-"""Outcomes of predicted prefetches: bytes that were useful, late or wasted; and how far prefetching is slowed down."""
+"""Record of predicted prefetches: how many of their bytes were useful, late or wasted, and how far prefetching is
+slowed down therefore."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ HALF_LIFE_S = 120.0
 """Half-life in seconds of a byte's weight in the wasted share."""
 MAX_AT_ONCE = 2
 HELD_BACK_CHANCE = 0.5
-"""Minimum call probability for a prefetch when the wasted share is just above its limit."""
+"""Minimum call probability for which an adapter is prefetched when the wasted share is just above its limit."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Bounds:
 
 
 class PrefetchRecord:
-    """Byte counts since the engine's start, and recent ones that decay with HALF_LIFE_S."""
+    """Bytes of predicted prefetches by outcome: totals since the engine's start, and recent ones that decay with
+    HALF_LIFE_S."""
 
     def __init__(self, waste: float, leeway: int) -> None:
         """`waste`: recent wasted share, 0 to 1, above which prefetching slows down. `leeway`: bytes that always count
@@ -45,8 +47,8 @@ class PrefetchRecord:
         return self._wasted_lately / max(1.0, self._lately + self._leeway)
 
     def bounds(self, now: float) -> Bounds:
-        """Returns the limits for new prefetches. Above the allowed waste: one at a time, with a minimum probability
-        that rises with the waste, up to 1."""
+        """Returns the limits for new prefetches. Above the allowed waste only one may run at a time. The minimum call
+        probability then rises with the waste, up to 1."""
         over = self.wasted_share(now) - self._max_waste
         if over <= 0:
             return Bounds()

@@ -26,14 +26,14 @@ from node_agent.engine.prefetch_record import MAX_AT_ONCE, Bounds, PrefetchRecor
 from node_agent.types import LoadFailed, TooLarge
 
 LONGEST_WANT_S = 600.0
-"""Maximum seconds for which a message is valid."""
+"""Maximum seconds for which the gateway's hints are valid."""
 LOOK_INTERVAL_S = 0.1
-"""Seconds between two checks for prefetches to start and outcomes of earlier ones."""
+"""Seconds between two checks for prefetches to start, and for the outcomes of earlier ones."""
 UNUSED_S = 300.0
 """Seconds after which a prefetched adapter that was not called and has no hint counts as wasted."""
 HYSTERESIS = 2.0
-"""Factor by which a call probability must exceed that of an adapter to evict it. The probability comes from the
-gateway, or from the adapter's past calls."""
+"""Factor by which an adapter's call probability must exceed that of another one to evict it. Probabilities come from
+the gateway, or from past calls."""
 FULL_REST_S = 10.0
 """Seconds before the next attempt for an adapter that found no room in a tier."""
 PROVISIONED_REST_S = 1.0
@@ -42,7 +42,8 @@ FAILED_REST_S = 60.0
 """Seconds before the next attempt after a failed load or an operator's eviction."""
 TIERS: tuple[WantedTier, ...] = ("device", "host")
 LEEWAY = 8
-"""Divisor: 1/8 of the device's adapter memory may be wasted at no cost (`leeway` of PrefetchRecord)."""
+"""Divisor: the bytes of 1/8 of the device's adapter memory may be wasted without effect (`leeway` of
+PrefetchRecord)."""
 
 log = logging.getLogger("garnish.engine")
 
@@ -56,7 +57,7 @@ class _Underway:
     tier: WantedTier
     is_kept: bool
     progress: float = 0.0
-    """progress at the last check, 0 to 1"""
+    """share of the load that was finished at the last check, 0 to 1"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Prefetcher:
         self._underway: dict[str, _Underway] = {}
         self._prefetched: dict[str, _Prefetched] = {}
         self._rests: dict[tuple[str, WantedTier], float] = {}
-        """time until which an adapter is not loaded to a tier, in monotonic seconds"""
+        """time, in monotonic seconds, before which an adapter is not loaded again, by (digest, tier)"""
         self._look_at = 0.0
 
     @property
@@ -103,7 +104,7 @@ class Prefetcher:
         self._idle_limits.set(residency)
 
     def wants(self, digest: str) -> bool:
-        """Returns whether there is a hint for the adapter."""
+        """Returns whether the gateway currently hints at the adapter."""
         return digest in self._wants
 
     def clear(self) -> None:
@@ -147,7 +148,8 @@ class Prefetcher:
         self._idle_limits.poll()
 
     def may_go(self, digest: str, target: str) -> bool:
-        """Returns whether an idle adapter may be evicted for the target, which must be more likely to be called."""
+        """Returns whether the idle adapter `digest` may be evicted to load `target`, which must be more likely to be
+        called."""
         want, candidate = self._wants.get(target), self._wants.get(digest)
         if want is None or self._store.hosts.waiting(digest):
             return False
@@ -172,7 +174,7 @@ class Prefetcher:
                 each.want = want
 
     def _drop(self, digest: str) -> None:
-        """Ends a prefetch. Its bytes count as wasted, unless the load was complete, and so may serve a later call."""
+        """Ends a prefetch. Its bytes count as wasted, unless its load was complete and so may still serve a call."""
         each = self._underway.pop(digest, None)
         if each is None:
             return
@@ -251,7 +253,7 @@ class Prefetcher:
             self._underway[digest] = _Underway(want, load, tier, is_kept)
 
     def _is_kept(self, want: WantedAdapter) -> bool:
-        """Returns whether the next step for the hint is to load a provisioned copy to its tier."""
+        """Returns whether a load for this hint is one of its provisioned copy, and not a predicted prefetch."""
         return want.provisioned == "device" or (want.provisioned == "host" and not self._is_staged(want.adapter.digest))
 
     def _is_staged(self, digest: str) -> bool:
@@ -265,7 +267,8 @@ class Prefetcher:
         return len(self._underway) >= bounds.at_once or want.chance < bounds.min_chance
 
     def _is_there(self, want: WantedAdapter) -> bool:
-        """Returns whether the adapter is in the hint's tier or higher, or has room there."""
+        """Returns whether the adapter is in the hint's tier or a higher one. Also returns True if it already has room
+        on the device."""
         if self._store.on_device(want.adapter.digest):
             return True
         return want.tier == "host" and self._is_staged(want.adapter.digest)
@@ -279,7 +282,7 @@ class Prefetcher:
 
 
 class SparedAdapters:
-    """Container of the digests that must not be evicted for a prefetch of `target`."""
+    """Container of digests: adapters that must not be evicted for a prefetch of `target`."""
 
     def __init__(self, prefetcher: Prefetcher, target: str) -> None:
         self._prefetcher, self._target = prefetcher, target

@@ -17,8 +17,8 @@ from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
 
 WORTH_WAITING = 128
-"""Number of shared tokens from which a request waits for another one that is computing them. Fewer cost no more than
-one pass."""
+"""Number of shared tokens from which a request waits until another one has computed them. Computing fewer takes no more
+than one pass."""
 URGENCY: dict[SloClass, int] = {"best_effort": 0, "standard": 1, "strict": 2}
 
 
@@ -30,7 +30,7 @@ class Prefixes:
 
     def find(self, request: Request) -> list[int]:
         """Returns the cached blocks of the request's prefix. At least one token is left to compute, for the next
-        token's logits. Returns none if prompt log probabilities are requested."""
+        token's logits. Returns an empty list if prompt log probabilities are requested."""
         if not self._may_find(request):
             return []
         return self.blocks.find(self._keys(request, (len(request.tokens) - 1) // self.blocks.block_tokens))
@@ -45,8 +45,8 @@ class Prefixes:
         return any(self._spares(candidate, request, last) for candidate in running)
 
     def _spares(self, candidate: Request, request: Request, last: int) -> bool:
-        """Returns whether waiting for `candidate` saves the request computing its blocks up to number `last`, and is
-        worthwhile."""
+        """Returns whether the request should wait for `candidate`, which computes the request's blocks up to number
+        `last`."""
         keys, other_keys = request.block_keys, candidate.block_keys
         if not candidate.known_blocks <= last < len(other_keys) or other_keys[last] != keys[last]:
             return False

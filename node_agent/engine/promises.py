@@ -18,12 +18,13 @@ from node_agent.engine.request import Request
 from node_agent.performance.terms import decode_sample
 
 BESIDE_FLOOD = 2.0
-"""Factor by which a pass during a flood may be longer than its decode rows alone."""
+"""Factor by which a pass during a flood may be longer than one of its decode rows alone. A flood is best-effort load,
+or a tenant that asks for more than the node has."""
 MIN_BESIDE_FLOOD, UNKNOWN_SHARE = 16, 4
-"""Divisors of an iteration's prompt tokens: 1/n is the minimum during a flood, and the amount without a performance
-model."""
+"""Divisors of an iteration's maximum of prompt tokens. The first gives the minimum that is computed during a flood, the
+second the number without a performance model."""
 MAX_PAUSES = 3
-"""Maximum consecutive passes that a best-effort request sits out: it always takes part in every fourth."""
+"""Maximum number of consecutive passes that a best-effort request sits out: it takes part in at least every fourth."""
 
 
 def tightest_promise(running: Iterable[Request], model: PerformanceModel) -> float | None:
@@ -46,12 +47,14 @@ def within_promise(
     """Returns the requests that decode in the next pass, and the number of prompt tokens that still fit in the
     iteration.
 
-    All decode, and the number is infinite, if no decoding strict request has a promise or there is no performance
-    model. If strict requests' tokens or prompts would have too little time, as few best-effort requests as necessary
-    sit the pass out. `prompts`: requests whose prompts the pass could compute; `chunk_tokens`: prompt tokens per
-    iteration; `used`: those already used. The number, before subtracting `used`, is at least `min_tokens`, so that
-    prompts advance even if decode rows alone break a promise. `slower`: ratio of measured to forecast time of mixed
-    passes; a ratio below 1 is ignored, since times vary.
+    All of `decoding` decode, and the number is infinite, if no decoding strict request has a promise or there is no
+    performance model. If strict requests would otherwise break a promise, as few best-effort requests as necessary sit
+    the pass out.
+
+    `prompts`: requests whose prompts the pass could compute; `chunk_tokens`: maximum prompt tokens per iteration;
+    `used`: those that the iteration has already used. Before `used` is subtracted, the number is at least `min_tokens`,
+    so that prompts advance even if decode rows alone break a promise. `slower`: ratio of measured to forecast time of
+    passes with both prompts and decode rows; a ratio below 1 is ignored, since times vary.
     """
     promised = tightest_promise(decoding, model) if model is not None else None
     if model is None or promised is None:
@@ -81,8 +84,8 @@ def within_promise(
 
 
 def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], chunk_tokens: int) -> float:
-    """Returns the prompt tokens that the batch's next pass may compute without delaying new requests much. It is at
-    least `chunk_tokens` / MIN_BESIDE_FLOOD, so that prompts advance."""
+    """Returns the number of prompt tokens that the next pass may compute during a flood, so that new requests wait
+    little for its end. It is at least `chunk_tokens` / MIN_BESIDE_FLOOD, so that prompts advance."""
     if model is None:
         return chunk_tokens // UNKNOWN_SHARE
     if not decoding:
@@ -94,16 +97,20 @@ def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], ch
 
 
 def _fewest(max_count: int, target: float, spare: Callable[[int], float]) -> int:
-    """Returns the smallest number up to `max_count` for which `spare`, an increasing function, reaches the target. If
-    none does, returns the smallest number that comes within one token of the best: no request pauses for nothing."""
+    """Returns the smallest number up to `max_count` for which the function `spare` reaches the target. `spare`
+    increases with the number.
+
+    If it never reaches the target, returns the smallest number whose result is within one token of the best, so that no
+    request pauses for nothing.
+    """
     if spare(max_count) < target:
         target = spare(max_count) - 1.0
     return bisect_left(range(max_count), True, key=lambda count: spare(count) >= target)
 
 
 def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:
-    """Returns the average reduction in decode rows and context tokens per pass. It assumes that best-effort requests
-    pause as often as they may."""
+    """Returns by how many decode rows, and by how many context tokens, pauses reduce a pass on average. It assumes that
+    best-effort requests pause as often as they may."""
     contexts = [r.computed for r in running if r.decoding and r.slo_class == "best_effort"]
     return (len(contexts) * MAX_PAUSES // (MAX_PAUSES + 1), sum(contexts) * MAX_PAUSES // (MAX_PAUSES + 1))
 
@@ -113,7 +120,8 @@ def _may_pause(request: Request) -> bool:
 
 
 def _spare_tokens(model: PerformanceModel, decoding: Sequence[Request], seconds: float) -> float:
-    """Returns the number of prompt tokens that fit in a pass of `seconds` with these decode rows."""
+    """Returns the number of prompt tokens that fit in a pass of `seconds` seconds together with a token of each request
+    in `decoding`."""
     sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
     remaining_s = seconds - decode_forecast(model.decode, sample)
     per_token = model.prefill.per_token + model.prefill.per_token_rank * sample.max_rank / sample.rows

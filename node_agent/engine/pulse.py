@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MARGIN = 3.0
-"""Factor on the recent duration of a computation, in case the host is busier now."""
+"""Factor by which the announced seconds exceed the recent duration of a computation, in case the host is busier now."""
 LONGEST_S = 50.0
-"""Maximum announced seconds; less than the silence after which the engine is killed."""
+"""Maximum seconds announced; less than the silence after which the engine is killed."""
 FIRST_S = 20.0
 """Seconds announced on a GPU before a computation of a new size, since kernels may be compiled."""
 FADING = 0.9
@@ -18,8 +18,8 @@ FADING = 0.9
 
 
 class Pulse:
-    """Announces silence by calling `report` with the expected seconds. Learns the duration per layer of each kind and
-    size of computation; a size is a power of two of tokens."""
+    """Announces silence of the engine's loop by calling `report` with the expected seconds. Learns the seconds per
+    layer of each kind and size of computation. A size is a power of two of tokens."""
 
     def __init__(self, compiles: bool) -> None:
         """`compiles`: whether the first computation of a size may compile kernels."""

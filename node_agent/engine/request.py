@@ -29,9 +29,10 @@ class ColdPhases:
     """seconds of `load` until the adapter was in host memory"""
     layers_cpu: int = 0
     layers_device: int = 0
-    """layers of cold chunks by where their LoRA terms were computed: CPU workers or the device"""
+    """number of layers of cold chunks whose LoRA terms CPU workers or the device computed: the previous field and this
+    one"""
     waits_since: float = 0.0
-    """start of the next step's wait for the whole adapter, in monotonic seconds; 0 if it is not waiting"""
+    """time since which its next step waits for the whole adapter, in monotonic seconds; 0 if it is not waiting"""
     opened: bool = False
     """whether a chunk was started while the adapter was loading"""
     replays: int = 0
@@ -46,13 +47,13 @@ class ColdPhases:
 
 
 USUAL_TTFT = 10.0
-"""Assumed deadline of the first token, in seconds, for requests without a promise. It is finite, so that requests with
-one can't pass them forever."""
+"""Assumed limit for the time to first token, in seconds, for requests without a promise. It is finite, so that requests
+with a promise can't pass them forever."""
 
 
 @dataclass(eq=False)
 class Request:
-    """Request in the engine. `tokens` are the prompt and the tokens generated here or on an earlier node; the KV cache
+    """Request in the engine. `tokens` are the prompt, and the tokens generated here or on an earlier node. The KV cache
     holds the first `computed` of them."""
 
     id: str
@@ -78,12 +79,12 @@ class Request:
     block_keys: list[bytes] = field(default_factory=list)
     """keys of its first full blocks, as far as they were computed"""
     known_blocks: int = 0
-    """number of its first `blocks` that are cached for sharing"""
+    """number of its first blocks that are in the prefix cache, so that other requests may share them"""
     lease: Lease | None = None
     short_since: float = 0.0
     """time at which it first found too little adapter memory, in monotonic seconds; 0: never"""
     held_at: float = 0.0
-    """time since which only its adapter's bytes keep it out of the batch, in monotonic seconds; 0 otherwise"""
+    """time since which it waits in the queue only for its adapter's bytes, in monotonic seconds; 0 if it does not"""
     held_s: float = 0.0
     device_seconds: float = 0.0
     """its share of the seconds of the passes that computed it"""
@@ -93,14 +94,15 @@ class Request:
     """set if its adapter was not on the device at admission"""
     state: RequestState = RequestState.WAITING
     rules: ScoreRules | None = None
-    """changes to its logits by its parameters; None if there are none; created at admission"""
+    """changes that its parameters make to its logits; None if they make none; created at admission"""
     scored: int = 0
-    """position up to which prompt log probabilities were sent, if requested; the first token has none"""
+    """position up to which log probabilities of prompt tokens were sent, if requested; the first token has none"""
     pauses: int = 0
     """consecutive passes that it has sat out for strict requests"""
     pauses_in_all: int = 0
     after_idle: bool = False
-    """True if it is its tenant's first request after a pause. It may then take a place of tenants over their share."""
+    """True if it is its tenant's first request after a pause. It may then take the row and blocks of a tenant over its
+    share."""
     preemptions: int = 0
     """number of preemptions; each resets `computed`"""
 
@@ -118,8 +120,8 @@ class Request:
 
     @property
     def awaits_adapter(self) -> bool:
-        """Returns whether its next step waits for the whole adapter: by plan, after a worker failed, or after memory
-        was short."""
+        """Returns whether its next step waits for the whole adapter. This is so by plan, after a worker has failed, or
+        after memory was short."""
         return self.state is RequestState.AWAITING_ADAPTER
 
     @property

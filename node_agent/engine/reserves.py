@@ -15,19 +15,20 @@ from node_agent.engine.request import Request
 from node_agent.engine.waiting import WaitingQueue
 
 STRICT_SECONDS = 600.0
-"""Seconds after a strict request for which places are reserved for further ones."""
+"""Seconds after a strict request during which rows and blocks are reserved for further ones."""
 TENANT_SECONDS = 10.0
-"""Seconds after a tenant's request for which a row is reserved for its next one."""
+"""Seconds after a tenant's request during which a row is reserved for its next one."""
 AWAITED_SECONDS = 10.0
-"""Seconds after a call that is not best effort. Meanwhile best-effort passes stay short, and best effort does not evict
-its adapter."""
+"""Seconds after a call that is not best effort during which another one is likely. Meanwhile best-effort passes stay
+short, and best-effort requests do not evict its adapter."""
 MAX_AHEAD = 2048.0
-"""Maximum lead of a tenant's counter over the floor at which it may use reserved places. The counter is virtual time,
-service / weight. About ten short calls reach the maximum."""
+"""Maximum by which a tenant's counter may exceed the smallest one (the floor) so that the tenant may use reserved rows
+and blocks. The counter is virtual time: service / weight. About ten short calls reach the maximum."""
 KEPT_SHARE = 8
-"""Divisor: at most 1/n of rows and of KV blocks is reserved for strict requests, and the same for light tenants."""
+"""Divisor: at most 1/n of rows and of KV blocks is reserved for strict requests, and the same part for light tenants
+(`Reserves.light`)."""
 FEWEST_ROWS = 4
-"""Minimum rows of a batch at which a row is reserved."""
+"""Number of rows of a batch from which at least one row is reserved."""
 
 
 class Callers:
@@ -91,7 +92,7 @@ class Room:
 
 
 class Reserves:
-    """Room that each request must leave free, for the present batch and queue."""
+    """Rows and KV blocks that each request must leave free, by the present batch and queue."""
 
     def __init__(
         self, callers: Callers, queue: WaitingQueue, running: Iterable[Request], max_rows: int, blocks: int
@@ -101,7 +102,7 @@ class Reserves:
         self._all = Room(max_rows, blocks)
         self._rows = max_rows // KEPT_SHARE or int(max_rows >= FEWEST_ROWS)
         self.max_blocks = blocks // KEPT_SHARE
-        """number of KV blocks reserved for strict requests, and for light tenants"""
+        """maximum number of KV blocks reserved for strict requests, and the same number for light tenants"""
         self._tenants: dict[str, int] = {}
         """number of rows by tenant"""
         self._strict_rows = self._strict_blocks = 0
@@ -110,8 +111,8 @@ class Reserves:
             self.count(request, 1)
 
     def light(self, tenant: str) -> bool:
-        """Returns whether a waiting tenant may use places reserved for light tenants: it has nothing in the batch, or
-        is `modest`."""
+        """Returns whether a waiting tenant is light: it has nothing in the batch, or is `modest`. It may use the rows
+        and blocks reserved for light tenants."""
         return not self._tenants.get(tenant) or self.modest(tenant)
 
     def may_claim(self, request: Request) -> bool:
@@ -120,13 +121,14 @@ class Reserves:
         return request.after_idle and not self._tenants.get(request.tenant)
 
     def modest(self, tenant: str) -> bool:
-        """Returns whether the tenant has at most one waiting request and is at most MAX_AHEAD over the floor."""
+        """Returns whether the tenant asks for little. It has at most one waiting request, and its counter exceeds the
+        floor by at most MAX_AHEAD."""
         return self._queue.waiting_of(tenant) <= 1 and self._queue.shares.tenant(tenant) <= self._max_served
 
     @property
     def crowded(self) -> bool:
-        """Returns whether a tenant that is not light waits while others are present: they wait, run, or called
-        recently, or strict requests came recently."""
+        """Returns whether a tenant that is not light waits while other callers are present. Others are tenants that
+        wait, run or called recently, and recent strict requests."""
         crowd = {tenant for tenant in self._queue.tenants if not self.light(tenant)}
         if len(crowd) != 1 or self._callers.strict(self._now):
             return bool(crowd)
@@ -150,8 +152,9 @@ class Reserves:
         return Room(max(0, self._rows - self._strict_rows), max(0, self.max_blocks - self._strict_blocks))
 
     def kept_from(self, request: Request) -> Room:
-        """Returns the room that the request must leave free. It is none for a strict request, and none while only
-        strict requests run: otherwise a request that needs more than the unreserved part would wait forever."""
+        """Returns the rows and blocks that the request must leave free. They are none for a strict request. They are
+        also none while only strict requests run: otherwise a request that needs more than the unreserved part would
+        wait forever."""
         if request.slo_class == "strict" or not self._not_strict:
             return Room(0, 0)
         strict = self.for_strict()

@@ -59,8 +59,8 @@ class Scheduler:
         return admission
 
     def cold_tokens(self, limits: Limits, drift: Drift | None, cold: Iterable[Request]) -> int:
-        """Returns the prompt tokens for the cold passes of an iteration; `cold` are their requests. If all are best
-        effort while other calls are recent, it is limited as for hot passes."""
+        """Returns the number of prompt tokens for the cold passes of an iteration. `cold`: the requests of these
+        passes. If all are best effort while other calls are recent, the number is limited as for hot passes."""
         if any(r.slo_class != "best_effort" for r in cold) or not self.callers.awaited(time.monotonic()):
             return limits.chunk_tokens
         decoding = [request for request in self._running.values() if request.decoding]
@@ -75,15 +75,15 @@ class Scheduler:
         drift: Drift | None,
         joining: Collection[str] = (),
     ) -> Iterator[HotRows]:
-        """Yields the rows of an iteration's hot passes. Each is chosen after the previous one was computed.
+        """Yields the rows of an iteration's hot passes. Each pass is chosen after the previous one was computed.
 
         `used`: prompt tokens of the iteration that cold passes have used. `joining`: ids of requests that decode while
         their adapter is loading.
 
         A flood is best-effort load, or a tenant that asks for more than the node has. During a flood, prompts of other
-        requests get a pass before the batch's pass, and the batch's chunk is limited so that no call waits long for it.
-        Otherwise the flood would delay first tokens whatever the order of admission. Without a flood, an additional
-        pass would only read the weights once more.
+        requests get a separate pass first. The prompt tokens of the batch's pass are then limited, so that no new call
+        waits long for its end. Otherwise the flood would delay first tokens whatever the order of admission. Without a
+        flood, an additional pass would only read the weights once more.
         """
         chunk_tokens, model = limits.chunk_tokens, drift.published if drift else None
         first = self._first_prompts(limits.max_rows)
@@ -107,8 +107,8 @@ class Scheduler:
             yield HotRows(rows, n_decode)
 
     def _first_prompts(self, max_rows: int) -> list[Request] | None:
-        """Returns the requests without a first token whose prompts are computed before the batch. Returns None if there
-        is no flood: no crowding tenant, and no best effort running while others call."""
+        """Returns the requests without a first token whose prompts are computed before the batch's pass. Returns None
+        if there is no flood: no crowding tenant, and no best-effort request that runs while others call."""
         running = self._running.values()
         reserves = self.reserves(max_rows) if self.queue and self.short else None
         is_flood = reserves is not None and reserves.crowded
@@ -137,11 +137,11 @@ def choose_hot(
     spare: float,
     counter: Turn,
 ) -> tuple[list[Row], int]:
-    """Returns the rows of the next hot pass and the number of decode rows. Decode rows come first; each part is in
-    order of adapter slots.
+    """Returns the rows of the next hot pass, and the number of decode rows among them. Decode rows come first, then
+    prompt chunks; both are in order of adapter slots.
 
     Each request in `decoding` advances by one token. Chunks of `prompts` share what the decode rows leave of
-    `chunk_tokens`, and at most `spare` tokens (infinite: no limit; negative: no time). They have at least one token, so
+    `chunk_tokens`, but at most `spare` tokens (infinite: no limit; negative: no time). They get at least one token, so
     that prompts advance.
     """
     decode = sorted((Row(request, 1) for request in decoding), key=_slot)

@@ -31,9 +31,11 @@ from node_agent.types import OpenRunner, RunnerSettings
 
 SMALL_MODEL_BYTES = 8 << 20
 PREPARED_PRODUCTS = 16384
-"""Number of shapes for which oneDNN caches generated kernels. Its default of 1,024 is less than the shapes of prompts
-of some lengths with adapters of some ranks, whose rows are split at page borders. Each uncached shape costs a
-millisecond per use."""
+"""Number of shapes for which oneDNN caches generated kernels; an uncached shape costs a millisecond per use.
+
+oneDNN's default of 1,024 is too small. Prompts of different lengths with adapters of different ranks, whose rows are
+split at page borders, have more shapes.
+"""
 
 
 MAX_CPU_KV_BYTES = 1 << 30
@@ -45,8 +47,11 @@ BY_DEVICE = {
     "cpu": {"max_rows": 32, "max_cold": 2, "chunk_tokens": 512},
     "cuda": {"max_rows": 256, "max_cold": 4, "chunk_tokens": 2048},
 }
-"""Default limits of passes (EngineConfig). A GPU reads the base model's weights once per pass, for 256 rows as for one,
-and 2,048 prompt tokens keep it busy. On a CPU such a pass would delay all other requests' next tokens."""
+"""Default limits of passes (EngineConfig), by type of device.
+
+A GPU reads the base model's weights once per pass, for 256 rows as for one, and 2,048 prompt tokens keep it busy. On a
+CPU a pass of that size would delay all other requests' next tokens.
+"""
 
 
 class WarmUpFailed(RuntimeError):
@@ -101,7 +106,7 @@ def build_engine(
 
 
 def with_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Returns the settings with device defaults instead of the zeros that mean "by the device"."""
+    """Returns the settings with each 0 that means a device's default replaced by that default."""
     adapter_memory = config.adapter_memory or default_adapter_memory(gpu_memory(device))
     bounds = {name: getattr(config, name) or size for name, size in BY_DEVICE[device.type].items()}
     return replace(config, adapter_memory=adapter_memory, **bounds)

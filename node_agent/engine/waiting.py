@@ -1,4 +1,4 @@
-"""Requests that wait for a place in the batch, in fair-share order."""
+"""Requests that wait to enter the batch, in fair-share order."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class WaitingQueue:
         """Returns the request that a newcomer displaces from a full queue; None if the newcomer is refused.
 
         For a strict newcomer it is the newest best-effort request of any tenant. Otherwise it is the newest request of
-        the tenant with most waiting requests per weight, if that exceeds the newcomer's tenant. Otherwise, if the
-        newcomer's function has reserved places free, it is the newest of its tenant's requests without reservation.
-        Requests with generated tokens stay.
+        the tenant with most waiting requests per weight, if that tenant has more of them per weight than the
+        newcomer's. Otherwise, if the newcomer's function has reserved concurrency free, it is the newest of its
+        tenant's requests without a reservation. Requests with generated tokens stay.
         """
         crowded = self._queue_shares.tenant_to_displace(newcomer.tenant, newcomer.weight)
         # Requests with generated tokens must not be refused.
@@ -104,7 +104,8 @@ class WaitingQueue:
         self._charge(request, token_cost(0, 1, request.rank))
 
     def counter(self, request: Request) -> float:
-        """Returns the counter of the request's tenant. The smallest is served first, also in the batch."""
+        """Returns the virtual token counter of the request's tenant. The tenant with the smallest is served first, also
+        in the batch."""
         return self.shares.tenant(request.tenant)
 
     def _charge(self, request: Request, service: float) -> None:

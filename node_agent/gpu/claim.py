@@ -1,4 +1,4 @@
-"""Claims a GPU for a node while the node's supervisor lives. Each GPU thus has one node of the host.
+"""Claims a GPU for a node while the node's supervisor lives, so that each GPU has at most one node of the host.
 
 The claim is a listening Unix socket with an abstract name. It needs no file and no permission, and the kernel closes it
 when the process ends for any reason. A process that can't bind the name can ask which process has it. Containers with
@@ -28,7 +28,8 @@ NAME = "\0garnish-gpu-"
 ORDER = "CUDA_DEVICE_ORDER"
 ASK_S = 1.0
 MAX_ASKERS = 128
-"""Maximum pending connections to a claim, which accepts none. Later processes can't find out who has the claim."""
+"""Maximum pending connections to a claim's socket, which accepts none. Once they are reached, further processes can't
+find out who has the claim."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]
 
 
 def _claim_first(gpus: Sequence[Gpu]) -> tuple[Gpu, socket.socket]:
-    """Claims the first of these GPUs that no node has claimed. The socket must stay open. Raises NoGpu."""
+    """Claims the first of these GPUs that no node has claimed. Returns the GPU and the socket, which must stay open.
+    Raises NoGpu."""
     for gpu in gpus:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -12,7 +12,7 @@ from node_agent.gpu.nvml import GpuFailed, Nvml, NvmlProblem, load_nvml
 from node_agent.gpu.reading import read_errors, read_identity
 
 LONGEST_LIST_S = 30.0
-"""Seconds that a listing may take. The first call may load the driver, which takes seconds per GPU."""
+"""Maximum seconds for listing the GPUs. The first call may load the driver, which takes seconds per GPU."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -27,7 +27,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     link: float = 0.0
     """bytes per second of its PCIe link; 0: unknown"""
     fault: str = ""
-    """reason why it can't be used, or empty"""
+    """reason why the GPU can't be used; empty if it can"""
 
 
 class NoGpu(Exception):
@@ -35,10 +35,8 @@ class NoGpu(Exception):
 
 
 def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
-    """Returns the host's GPUs; none without NVML. Raises NvmlProblem if NVML can't be used, or takes longer.
-
-    A thread that waits for NVML after `seconds` is abandoned.
-    """
+    """Returns the host's GPUs; an empty list without NVML. Raises NvmlProblem if NVML can't be used, or if it takes
+    longer than `seconds`. A thread that then still waits for NVML is abandoned."""
     listed: list[list[Gpu] | NvmlProblem] = []
 
     def work() -> None:
@@ -59,7 +57,7 @@ def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
 
 
 def find_gpu(uuid: str) -> Gpu | None:
-    """Returns a GPU; None if `uuid` is empty, and if NVML does not list it."""
+    """Returns the GPU with this UUID; None if `uuid` is empty, or if NVML does not list it."""
     try:
         return next((gpu for gpu in list_gpus() if gpu.uuid == uuid), None) if uuid else None
     except NvmlProblem:

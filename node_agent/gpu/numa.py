@@ -35,9 +35,10 @@ def nearest_first(cores: Collection[int], node: int | None, sys: Path = SYS) -> 
 
 @contextmanager
 def memory_near(node: int | None, allowed: Collection[int], sys: Path = SYS) -> Iterator[None]:
-    """Places memory that this thread allocates and touches in the context on the NUMA node, while that has room.
+    """Context in which memory that this thread allocates and touches is placed on the NUMA node, while the node has
+    room.
 
-    Placement does not change with None, and if libnuma can't be used and no `allowed` core is on the node.
+    Placement does not change if `node` is None, or if libnuma can't be used and no `allowed` core is on the node.
     """
     library = _libnuma() if node is not None else None
     if library is not None:

@@ -13,9 +13,9 @@ ABSENT = (
     "NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "NO_DATA", "ARGUMENT_VERSION_MISMATCH", "DEPRECATED",
     "VGPU_ECC_NOT_SUPPORTED",
 )  # fmt: skip
-"""NVML error codes of calls that this GPU, driver or user does not support."""
+"""NVML error codes that mean that this GPU, driver or user does not support a call."""
 NOT_HERE = ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
-"""NVML error codes of a host without an NVIDIA driver."""
+"""NVML error codes that mean that the host has no NVIDIA driver."""
 FAILED = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
 
 
@@ -61,7 +61,7 @@ class Nvml:
         self.calling = ""
         """name of the current call, or empty"""
         self.problems: dict[str, str] = {}
-        """reason by call of the last failure, except NvmlAbsent"""
+        """reason of the last failure of each call, by its name; NvmlAbsent does not count"""
 
     def __getattr__(self, name: str) -> Any:
         """Returns NVML's constant of this name."""

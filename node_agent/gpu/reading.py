@@ -12,7 +12,8 @@ from node_agent.gpu.nvml import Nvml
 TRANSFERS_PER_S = {1: 2.5e9, 2: 5e9, 3: 8e9, 4: 16e9, 5: 32e9, 6: 64e9}
 """Transfers per second of one lane, by PCIe generation."""
 PAYLOAD = {1: 8 / 10, 2: 8 / 10, 3: 128 / 130, 4: 128 / 130, 5: 128 / 130, 6: 236 / 256}
-"""Share of payload in the transferred bits, without line code and, from generation 6 on, overhead of frames."""
+"""Share of payload in the transferred bits, 0 to 1, by PCIe generation. The rest is line code and, from generation 6
+on, overhead of frames."""
 FATAL_XIDS = {
     48: "an uncorrectable ECC error",
     64: "a memory row that can't be remapped",

@@ -49,10 +49,8 @@ class Sampler:
         self._thread.start()
 
     def latest(self) -> Sample | None:
-        """Returns the last sample; None before the first, and on a host without NVML.
-
-        While a call hangs, the facts name it as their problem.
-        """
+        """Returns the last sample; None before the first, and on a host without NVML. While a call hangs, the sample's
+        facts name the call as their problem."""
         since, latest = self._since, self._latest
         if since is None or self._clock() - since < LONGEST_CALL_S:
             return latest

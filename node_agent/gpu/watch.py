@@ -11,13 +11,15 @@ from node_agent.gpu.reading import link_bandwidth
 from node_agent.gpu.sampler import Sample, Sampler
 
 MIN_SHARE = 0.5
-"""Share of a link's nominal rate below which a measured rate counts as slow; protocol overhead costs some of it."""
+"""Share of a link's nominal rate, 0 to 1, below which its measured rate counts as slow. Protocol overhead costs some of
+the nominal rate."""
 
 log = logging.getLogger(__name__)
 
 
 class GpuWatch:
-    """Logs each fault, problem and slow link once. `sampler` is None on a node that has claimed no GPU."""
+    """State of the node's GPU. Each fault, problem and slow link is logged once. `sampler` is None on a node that has
+    claimed no GPU."""
 
     def __init__(self, sampler: Sampler | None) -> None:
         self._sampler = sampler
@@ -30,7 +32,7 @@ class GpuWatch:
         return sample.facts.fault if sample is not None else ""
 
     def poll(self, measured: float | None) -> Sample | None:
-        """Returns the last sample with the link's fault, and logs changes. Returns None without a sample.
+        """Returns the last sample, with a fault of the link added, and logs changes. Returns None without a sample.
 
         `measured`: bytes per second of the link to the GPU; None before its measurement.
         """

@@ -17,21 +17,21 @@ from node_agent.ipc import Finished, Generated
 RANKS = (8, 16, 32, 64, 128)
 CALLERS = (1, 8)
 CONTEXT = 64
-"""Context tokens of each caller for which the model's speed is computed."""
+"""Number of context tokens of each caller for which the performance model's tokens per second are computed."""
 SECONDS = 0.3
-"""Seconds for which dummy requests decode, for each number of CALLERS; at least one step."""
+"""Seconds for which dummy requests decode, for each of the numbers in CALLERS; at least one step is measured."""
 STEPS = 24
 SLOW_STEP_S = 0.1
-"""Step time in seconds above which more callers are not measured, since this would delay the start."""
+"""Duration of a step, in seconds, above which more callers are not measured, since this would delay the start."""
 
 
 class Capacity(msgspec.Struct, frozen=True):
     """Capacity of a node."""
 
     kv_tokens: int
-    """Number of prompt and output tokens of all running requests together."""
+    """Maximum number of prompt and output tokens of all running requests together."""
     device_adapters: dict[str, int]
-    """Number of adapters on all seven projections that fit on the device at once, by rank."""
+    """Number of adapters that fit on the device at once, by rank. They adapt all seven projections of each layer."""
     host_adapters: dict[str, int]
     tokens_per_second: dict[str, float] = {}
     """Tokens per second of all callers together without adapters, by number of callers; empty if unknown."""

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 RANKS = (8, 16, 32, 64, 128)
 LONG_ROWS = 4
-"""Number of rows that share half of the cache, for long contexts."""
+"""Number of rows that share half of the cache, so that they can have long contexts."""
 
 
 @dataclass(frozen=True)
 class CaseRow:
-    """Row of a pass: `length` tokens after `context` tokens in the cache. `adapter` is an index into the synthetic
-    adapters; -1 for the base model."""
+    """Row of a pass: it computes `length` tokens after `context` tokens in the cache. `adapter` is an index into the
+    synthetic adapters; -1 for the base model."""
 
     context: int
     length: int
@@ -33,7 +33,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """Dimensions of a sweep: row counts, ranks, prompt lengths and repetitions."""
+    """Extent of a sweep: row counts, ranks, prompt lengths and repetitions."""
 
     rows: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -51,7 +51,8 @@ LONG = Effort(
     (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256), RANKS, 2, (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 2048),
     6, 16384,
 )  # fmt: skip
-"""Row counts above `max_rows` and prompts above `chunk_tokens` are skipped; the defaults on a CPU are 32 and 512."""
+"""Extent of the sweep of `garnish profile`. Row counts above `max_rows` and prompts above `chunk_tokens` are skipped;
+the defaults on a CPU are 32 and 512."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,17 @@ class Bounds:
 
     chunk_tokens: int
     contexts: tuple[int, ...]
-    """tokens in each row's part of the cache, longest first"""
+    """number of tokens in each row's part of the cache, longest first"""
     ranks: tuple[int, ...]
     """ranks of the synthetic adapters"""
 
 
 def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: int, block_tokens: int) -> list[int]:
-    """Returns the tokens in each row's part of the cache, longest first, in whole blocks. A few rows share half of the
-    cache. The number of other rows is limited so that each gets at least a block."""
+    """Returns the number of tokens in each row's part of the cache, longest first, in whole blocks.
+
+    The first rows, at most LONG_ROWS, share half of the cache. The number of other rows is limited so that each gets at
+    least a block.
+    """
     tokens = min(effort.cache, cache_tokens)
     max_rows_cached = LONG_ROWS + tokens // 2 // block_tokens
     count = max((rows for rows in effort.rows if rows <= min(max_rows, max_rows_cached)), default=1)
@@ -139,7 +143,7 @@ def grid_cases(ranks: Sequence[int], bounds: Bounds, context: int) -> list[Case]
 
 
 Mix = Callable[[int], int]
-"""Function from a row's index to its adapter's index."""
+"""Function that returns the index of a row's adapter, given the index of the row."""
 
 
 def _mixes(effort: Effort, ranks: Sequence[int]) -> Iterator[Mix]:
@@ -160,8 +164,8 @@ def _cycle(adapters: Sequence[int]) -> Mix:
 
 
 def _in_turn(lent: Sequence[int], ranks: Sequence[int]) -> Mix:
-    """Returns a mix that alternates the ranks by row. Successive rows of a rank use successive adapters of that
-    rank."""
+    """Returns a mix in which successive rows have different ranks in turn. Successive rows of a rank use successive
+    adapters of that rank."""
     groups = [group for rank in ranks if (group := _of_rank(lent, rank))]
     return lambda i: groups[i % len(groups)][i // len(groups) % len(groups[i % len(groups)])] if groups else -1
 

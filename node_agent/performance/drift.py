@@ -1,8 +1,8 @@
 """Corrects a performance model while its node serves, by comparing forecasts of hot passes with their measured times.
 
-Costs of decode steps and of prompt passes have one factor each. It follows the median of observed / forecast in small
-steps within bounds: a burst of disturbed passes moves it little, a lasting change completely. Beyond the bounds the
-host no longer matches the measurement and needs a new one; the published ratio shows this.
+Costs of decode steps and of prompt passes have one factor each. A factor follows the median of measured / forecast in
+small steps within bounds: a burst of disturbed passes moves it little, a lasting change completely. Beyond the bounds,
+the host no longer matches the measurement and needs a new one; the published ratio shows this.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from node_agent.engine.batch import Row
 from node_agent.performance.terms import decode_sample, prefill_sample
 
 MEMORY = 64
-"""Number of recent passes of each kind that count."""
+"""Number of recent passes of each kind that are taken into account."""
 EVERY = 16
 """Number of passes between two steps of a factor."""
 STEP = 1.05
 BOUND = 2.0
 """Maximum of a factor; its minimum is 1 / BOUND."""
 WORTH = 0.02
-"""Relative error up to which a factor is left unchanged, so that records change only when it matters."""
+"""Relative error of a factor up to which it is left unchanged, so that the node's record changes only when it
+matters."""
 
 T = TypeVar("T", DecodeModel, PrefillModel)
 
@@ -60,7 +61,8 @@ class Factor:
         return True
 
     def ratios(self) -> list[float]:
-        """Returns observed / forecast of the recent passes, with the forecast corrected by the present factor."""
+        """Returns measured / forecast seconds of each recent pass. The forecasts are corrected by the present
+        factor."""
         return [ratio / self.value for ratio in self._ratios]
 
 
@@ -71,7 +73,8 @@ class Drift:
         self.measured = self.published = measured
         self.decode, self.prefill = Factor(), Factor()
         self.both = Factor()
-        """Factor for passes with both decode rows and prompts, relative to the published model and not part of it."""
+        """Ratio of measured to forecast time of passes with both decode rows and prompts. It is relative to the
+        published model and no part of it."""
 
     def observe(self, rows: Sequence[Row], n_decode: int, seconds: float) -> None:
         """Adds a finished pass. A mixed pass only updates `both`, since its fixed cost can't be divided between the two
@@ -93,8 +96,8 @@ class Drift:
 
     @property
     def forecast_ratio(self) -> float | None:
-        """Returns the median of observed / forecast over recent passes, by the published model. Returns None without
-        passes."""
+        """Returns the median of measured / forecast seconds over recent passes, by the published model. Returns None
+        without passes."""
         ratios = [*self.decode.ratios(), *self.prefill.ratios()]
         return round(median(ratios), 4) if ratios else None
 

@@ -1,4 +1,5 @@
-"""Measures a node's performance model while the node is idle, in slices that yield at once to calls.
+"""Measures a node's performance model while the node is idle, in short slices of time that end at once when a call
+comes.
 
 A slice borrows rows, cache and adapter memory, and returns them at its end. A request between two slices finds the
 engine unchanged. Only the measured times are kept.
@@ -25,17 +26,17 @@ from node_agent.performance.sweep import Bench, GaveWay, Run, SweepTooSlow, all_
 QUIET_S = 3.0
 """Seconds without requests and loads after which a node counts as idle, since recent callers may call again."""
 SLICE_S = 0.2
-"""Duration in seconds after which a slice starts no further pass."""
+"""Seconds after which a slice starts no further pass."""
 BUSY_SHARE = 0.25
 """Share, 0 to 1, of CPU time used by other processes above which the node counts as sharing its host."""
 SHARED_PAUSE_S = 9 * SLICE_S
 """Seconds between two slices on a shared host, so that they take a tenth of the time. Waiting for the other processes
 to end might take forever."""
 BUDGET_S = 180.0
-"""Maximum seconds of work over all slices of one measurement; beyond it, fewer repeats are made."""
+"""Maximum seconds that all slices of one measurement take together; beyond it, fewer repeats are made."""
 FASTEST = 0.5
-"""Share, 0 to 1, of each case's passes that is used: the fastest ones. Other processes on the host only slow passes
-down. Their effect on calls is corrected later (node_agent.performance.drift)."""
+"""Share, 0 to 1, of each case's passes that is used: the fastest ones, since other processes on the host only slow
+passes down. Their effect on calls is corrected later (node_agent.performance.drift)."""
 TRIES = 3
 PAUSE_S = 60.0
 """Seconds before another measurement after a failed one, whose disturbance may then have ended."""
@@ -50,7 +51,7 @@ class IdleMeasurement:
     def __init__(self, engine: Engine, config: EngineConfig, base: BaseModel) -> None:
         self.engine, self.config, self.base = engine, config, base
         self._written: set[int] = set()
-        """cache blocks already written"""
+        """numbers of the cache blocks that earlier slices have written"""
         self._tries_left, self._begin_at, self._worked = TRIES, 0.0, 0.0
         self._cold_costs = cold_costs(engine, base)
         """costs measured before the first call; later, adapters occupy the pages used for measuring the link"""
@@ -61,13 +62,14 @@ class IdleMeasurement:
 
     @property
     def ended(self) -> bool:
-        """Returns whether the engine has a model, or all attempts have failed."""
+        """Returns whether there is nothing more to measure: the engine has a model, or all attempts have failed."""
         return self.engine.drift is not None or not self._tries_left
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works for one slice of about SLICE_S, at least one pass. Returns False when there is nothing to do now.
+        """Works for one slice of about SLICE_S seconds, at least one pass. Returns False when there is nothing to do
+        now.
 
-        It stops when `should_yield` returns True, which is checked before passes and, on a CPU, between layers.
+        It stops when `should_yield` returns True, which is called before passes and, on a CPU, between layers.
         """
         if self.ended or time.monotonic() < self._begin_at or should_yield():
             return False
@@ -106,7 +108,7 @@ class IdleMeasurement:
 
     def _begin_rounds(self) -> None:
         self._ahead = passes(self._cases, IDLE.rounds)[::-1]
-        """remaining passes; the last is next"""
+        """remaining passes in reverse order: the last is computed next"""
 
     def _run(self, timed: Bench) -> None:
         until = time.monotonic() + SLICE_S
@@ -122,8 +124,8 @@ class IdleMeasurement:
         self.engine.measuring = min(1.0, round(max(by_passes, self._worked / BUDGET_S), 2))
 
     def _begin_fit(self) -> None:
-        """Starts the fit of the model in a separate thread, since it takes longer than a call may wait. Counts as
-        failed if too few cases were measured."""
+        """Starts the fit of the model in a separate thread, since a fit takes longer than a call may wait. The
+        measurement counts as failed if too few cases were measured."""
         try:
             sweep = sweep_of(self._runs, max(1, len(self._cases)), FASTEST)
         except SweepTooSlow as error:

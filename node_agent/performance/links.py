@@ -15,7 +15,7 @@ from node_agent.config import EngineConfig, LinkConfig
 LOOKED_AT = 50
 """Number of artifacts listed; the largest of them is read."""
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes per read, limited by the artifact's size."""
+"""Bytes of each measured read, limited by the artifact's size."""
 ROUNDS = 3
 
 
@@ -30,8 +30,8 @@ def store_transfer(measured: Transfer | None, link: LinkConfig | None) -> Transf
 
 
 def measure_store(config: EngineConfig, base: BaseModel) -> Transfer | None:
-    """Measures ranged reads of an artifact of this base. Returns None if there is none yet, or if the times do not
-    depend on the size. Raises StoreUnavailable."""
+    """Returns the cost of ranged reads from the store, measured with an artifact of this base model. Returns None if
+    the store has none yet, or if the times do not depend on the size. Raises StoreUnavailable."""
     objects = open_store(config.registry)
     artifacts = objects.list(artifact_key(base.fingerprint, ""), limit=LOOKED_AT)
     if not artifacts:

@@ -47,12 +47,12 @@ LONG_BUDGET = 900.0
 LINK_ROUNDS = 3
 GRID_RANKS = (8, 16, 32, 64)
 GRID_CONTEXT = 128
-"""Context tokens per row of the grid; fewer if the cache is small."""
+"""Number of context tokens of each row in the measured grid (Toppings, figure 11); fewer if the cache is small."""
 PROMPTS = (64, 256, 512)
-"""Prompt lengths in tokens. The exposed share is the median over them and over RANKS."""
+"""Prompt lengths, in tokens, for which the exposed share is computed (`exposed_share`)."""
 
 ColdCosts = tuple[Transfer, float]
-"""Cost of the link to the device, and the exposed share of a load over it (0 to 1)."""
+"""Cost of the link to the device, and the exposed share (`exposed_share`), 0 to 1."""
 
 log = logging.getLogger("garnish.engine")
 
@@ -88,8 +88,8 @@ def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bo
 
 
 def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, costs: ColdCosts) -> None:
-    """Makes the profile's model the engine's, and thus that of the node's records. `costs`: link costs measured with
-    cold starts, which replace the profile's."""
+    """Gives the engine the profile's model, which the node's records then publish. `costs`: costs of the link measured
+    with cold starts; they replace the profile's."""
     # links are measured with cold starts, and may have changed since the profile was made
     to_device, exposed = costs
     from_store = store_transfer(profile.from_store, config.store_link)
@@ -121,7 +121,7 @@ def measure_grid(timed: Bench, rounds: int, progress: Progress = lambda *_: None
 
 
 def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
-    """Returns the papers' formulas fitted to the grid; none if the node has too few rows."""
+    """Returns the papers' formulas fitted to the measured grid; none if the node has too few rows."""
     try:
         return fit_paper_form(grid, "bgmv"), fit_paper_form(grid, "mbgmv")
     except BadSample:
@@ -156,8 +156,10 @@ def profile_of(
 
 
 def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
-    """Returns the cost of the link to the device, and the exposed share of a load over it. Without a cold-start profile
-    the link is measured on unused pages: call this before any adapter is loaded."""
+    """Returns the cost of the link to the device, and the exposed share of a load (`exposed_share`).
+
+    Without a cold-start profile the link is measured on unused pages: call this before any adapter is loaded.
+    """
     profile = engine.cold_start.profile
     link = profile.link if profile is not None else measure_link(engine.store, LINK_ROUNDS)
     share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.mode, engine, base)
@@ -165,8 +167,11 @@ def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
 
 
 def exposed_share(profile: Profile, mode: ColdStartMode, engine: Engine, base: BaseModel) -> float:
-    """Returns the extra wait of a cold request beyond a warm prefill. It is a share (at most 1) of the load's duration
-    alone on the link, forecast by the planner without CPU workers: the median over ranks and prompt lengths."""
+    """Returns the share of a load's duration, 0 to 1, that a cold request waits in addition to a warm prefill.
+
+    The wait is forecast by the planner without CPU workers, for a load that is alone on the link. The result is the
+    median over ranks and prompt lengths.
+    """
     plans = tuple(plan for plan in mode.plans if plan != "assist")
     shares = []
     for rank in RANKS:

@@ -37,12 +37,12 @@ class SweepTooSlow(RuntimeError):
 
 
 class GaveWay(Exception):
-    """Internal exception: a pass was ended early because the engine has other work."""
+    """Internal exception: a measured pass was ended early because the engine has other work."""
 
 
 @dataclass
 class Sweep:
-    """Samples of a sweep."""
+    """Samples of a sweep: the measured decode and prompt passes."""
 
     decode: list[DecodeSample] = field(default_factory=list)
     prefill: list[PrefillSample] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Sweep:
 
 @dataclass(eq=False)
 class Bench:
-    """Rows and adapters of an idle engine for running cases. Created by `bench`."""
+    """Rows and synthetic adapters that an idle engine lends for running cases. Created by `bench`."""
 
     engine: Engine
     requests: list[Request]
@@ -79,8 +79,11 @@ class Bench:
             raise GaveWay
 
     def fill(self, written: set[int], progress: Progress) -> None:
-        """Writes every row's part of the cache, since reads of memory never written are faster: they come from one page
-        of zeros. Skips blocks in `written`, and adds the others to it. Raises SweepTooSlow and GaveWay."""
+        """Writes to every row's part of the cache. Memory that was never written would be read faster, since all its
+        pages are one page of zeros.
+
+        Skips blocks in `written`, and adds the others to it. Raises SweepTooSlow and GaveWay.
+        """
         size = self.engine.blocks.block_tokens
         for i, (request, context) in enumerate(zip(self.requests, self.bounds.contexts, strict=True)):
             progress("writing the cache", i / len(self.requests))
@@ -97,9 +100,10 @@ class Bench:
                 written.update(blocks)
 
     def measure(self, cases: Sequence[Case], rounds: int, progress: Progress = lambda *_: None) -> Sweep:
-        """Measures all cases, in a different order in each round, so that disturbances affect different cases.
+        """Measures all cases, once per round, and returns the samples. The order differs between rounds, so that
+        disturbances affect different cases.
 
-        The first pass of a case is a warm-up and is dropped if there are more. Stops at the deadline; raises
+        The first pass of a case is a warm-up, and is dropped if there are more. Stops at the deadline; raises
         SweepTooSlow if fewer than half of the cases were measured by then.
         """
         runs: dict[Case, list[Run]] = {}
@@ -149,11 +153,11 @@ def bench(
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
     """Yields a bench: rows with written parts of the KV cache, and as many synthetic adapters as fit. Frees everything
-    at the end. The engine must serve nothing meanwhile.
+    at the end. The engine must serve nothing.
 
     `effort`: its `ranks` are those of the adapters. `budget`: seconds for writing and measuring, after which
-    SweepTooSlow is raised. `written`: cache blocks already written, which the bench extends. `targets`: projections
-    that the adapters adapt. Raises GaveWay when the engine has other work.
+    SweepTooSlow is raised. `written`: numbers of cache blocks already written, to which the bench adds. `targets`:
+    projections that the adapters adapt. Raises GaveWay when the engine has other work.
     """
     limits, blocks = engine.limits, engine.blocks
     free = blocks.free * blocks.block_tokens

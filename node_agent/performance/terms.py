@@ -23,8 +23,11 @@ def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:
 
 
 def prefill_sample(rows: Sequence[Row], seconds: float) -> PrefillSample:
-    """Returns the sample of a pass of prompt chunks alone. A chunk's square is its end squared minus its begin squared,
-    so that a prompt's chunks sum to the square of the prompt."""
+    """Returns the sample of a pass of prompt chunks alone.
+
+    Its square term is, for each chunk, the chunk's end squared minus its begin squared. The chunks of a prompt thus sum
+    to the square of the prompt's length.
+    """
     ends = [(row.request.computed, row.request.computed + row.length) for row in rows]
     return PrefillSample(
         tokens=sum(row.length for row in rows),

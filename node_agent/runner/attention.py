@@ -49,15 +49,16 @@ class AttentionPlan:
     """Arguments of attention that all layers of a pass share; built once per pass."""
 
     keys: list[torch.Tensor]
-    """per layer [slots, kv heads, head dim]"""
+    """keys of each layer's cache, [slots, kv heads, head dim]"""
     values: list[torch.Tensor]
     slot_mapping: torch.Tensor
     buckets: list[DecodeBucket]
     chunks: list[Chunk]
     masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
-    """masks by (bucket, or -1 - chunk; sliding window)"""
+    """masks by two numbers: the index of the bucket, or -1 - the index of the chunk, and the sliding window (None:
+    without one)"""
     compiled: AttentionPass | None = None
-    """arguments of the compiled operators, if they attend for the decode rows; then there are no buckets"""
+    """arguments of the compiled operators, if these compute the decode rows; there are then no buckets"""
     wide: bool = False
     """True if prompt chunks attend in fp32, which may be faster than the cache's dtype"""
 
@@ -118,9 +119,10 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Writes the pass's keys and values to the cache; each row then attends over its context there.
+    """Writes the pass's keys and values to the cache; each row then attends over its context in the cache.
 
-    The signature is that of transformers: query [1, H, T, D], key and value [1, KV, T, D]; the output is [1, T, H, D].
+    The signature is that of attention functions in transformers. query is [1, H, T, D], key and value are [1, KV, T,
+    D]. Returns the output [1, T, H, D], and None for the attention weights.
     """
     if garnish_plan is None:
         raise RuntimeError("paged_attention was called outside a Garnish pass")
@@ -152,7 +154,8 @@ def attend_chunks(
     scaling: float,
     window: int | None,
 ) -> None:
-    """Writes attention of the plan's chunks to out [T, H, D]. query [1, H, T, D]; keys and values are one layer's."""
+    """Writes the attention of the plan's prompt chunks to out [T, H, D]. query is [1, H, T, D]; keys and values are
+    those of one layer's cache."""
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     group = query.shape[1] // kv_heads
     dtype = torch.float32 if plan.wide else keys.dtype
@@ -190,7 +193,8 @@ def _decode_mask(bucket: DecodeBucket, window: int | None) -> torch.Tensor | Non
 
 
 def _chunk_mask(chunk: Chunk, window: int | None) -> torch.Tensor:
-    """Returns a causal mask, bool [length, context], within the window."""
+    """Returns the causal mask of a prompt chunk, bool [length, context], limited to the sliding window if there is
+    one."""
     device = chunk.slots.device
     at = torch.arange(chunk.context, device=device)
     queries = torch.arange(chunk.context - (chunk.end - chunk.start), chunk.context, device=device)[:, None]

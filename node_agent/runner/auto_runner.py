@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> ModelRunner:
-    """Opens the runner, as an OpenRunner. `load` loads the model to the device."""
+    """Opens the base model's runner (an OpenRunner). `load` loads the model to the device."""
     if is_gpu(settings.device):
         try:
             return cuda_runner.open_runner(settings, load)

@@ -84,7 +84,7 @@ def compile_layers(
 ) -> Heads | None:
     """Replaces the parts of a model that the operators can compute. The model's projections must be fused.
 
-    Returns a layer's heads, whose number and width are the same in all, if attention was replaced.
+    Returns the attention heads of a layer, which are the same in all layers; None if attention was not replaced.
     """
     config, family, heads = model.config, FAMILIES[model.config.model_type], None
     attention_path, mlp_path = (family.projections[i].rpartition(".")[0] for i in (0, 4))
@@ -115,7 +115,8 @@ def layer_heads(layer: Any, attention: Any, config: Any, kv_heads: int, head_dim
 
 
 def compiled_pass(batch: StepBatch, rotary: tuple[torch.Tensor, torch.Tensor], heads: Heads) -> AttentionPass:
-    """Returns the pass's arguments of compiled attention. `rotary`: the model's cos and sin [1, T, head dim]."""
+    """Returns the arguments of compiled attention for a pass. `rotary`: the model's cos and sin, each [1, T, head
+    dim]."""
     cos, sin = rotary
     slots = batch.slot_mapping[: batch.n_tokens]
     return AttentionPass(

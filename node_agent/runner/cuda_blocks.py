@@ -18,7 +18,7 @@ from node_agent.types import LoraBatch, StepBatch
 ALIGN = 16
 """Alignment of fields in bytes."""
 MAX_LOGPROBS = 64
-"""Number of likeliest tokens of a row that are copied back: the limit of a request's `logprobs`."""
+"""Number of a row's likeliest tokens whose log probabilities are copied back: the maximum of a request's `logprobs`."""
 
 Spec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of the fields, in their order."""
@@ -37,13 +37,13 @@ class StepFields:
     fed: torch.Tensor
     """i64[T]: row of the previous step whose chosen token is this one; -1: it is in `token_ids`"""
     logit_rows: torch.Tensor
-    """i64[R]: tokens whose logits are computed"""
+    """i64[R]: indices of the tokens whose logits are computed"""
     score_rows: torch.Tensor
-    """i64[S]: token before each scored prompt token"""
+    """i64[S]: index of the token before each scored prompt token"""
     score_targets: torch.Tensor
     """i64[S]: id of each scored prompt token"""
     top_k: torch.Tensor
-    """i64[R]; this field and the next four are in the order of `logit_rows`"""
+    """i64[R]: sampling parameter; this field and the next four are in the order of `logit_rows`"""
     uniform: torch.Tensor
     """f64[R]"""
     top_p: torch.Tensor
@@ -53,19 +53,20 @@ class StepFields:
     temperature: torch.Tensor
     """f32[R]"""
     query_start: torch.Tensor
-    """i32[R + 1]: first token of each row"""
+    """i32[R + 1]: index of the first token of each row"""
     context_len: torch.Tensor
     """i32[R]: context length of each row; 0 is padding"""
     block_start: torch.Tensor
     """i32[R]: index in `blocks` of the row's first block"""
     seg_start: torch.Tensor
-    """i32[R + 1]: first token of each segment"""
+    """i32[R + 1]: index of the first token of each segment"""
     seg_slot: torch.Tensor
     """i32[R]: adapter slot of each segment; -1 is the base model or padding"""
     token_slot: torch.Tensor
     """i32[T]: adapter slot of each token"""
     blocks: torch.Tensor
-    """i32[N]: KV blocks, row by row. The last field, so that its unused end need not be copied."""
+    """i32[number of blocks]: KV blocks of all rows, row by row. It is the last field, so that its unused end need not
+    be copied."""
 
 
 def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
@@ -90,11 +91,12 @@ class OutFields:
     finite: torch.Tensor
     """i32[Q]: 0 if the row's logits were not finite"""
     chosen: torch.Tensor
-    """f32[Q]: log probability of the chosen token; written, as the next two, if a row requests it"""
+    """f32[Q]: log probability of the chosen token. This field and the next two are written only if a row requests log
+    probabilities."""
     top_ids: torch.Tensor
-    """i32[Q, k]: the most likely tokens"""
+    """i32[Q, k]: ids of the k most likely tokens"""
     top_values: torch.Tensor
-    """f32[Q, k]: their log probabilities"""
+    """f32[Q, k]: log probabilities of the tokens in `top_ids`"""
 
 
 def out_spec(rows: int, vocab: int) -> Spec:
@@ -110,7 +112,7 @@ def out_spec(rows: int, vocab: int) -> Spec:
 
 
 def size_of(spec: Spec, upto: str | None = None) -> int:
-    """Returns the bytes of a block; with `upto`, of the fields before that one."""
+    """Returns the bytes of a block with these fields. With `upto`, counts only the fields before that one."""
     at = 0
     for name, (dtype, shape) in spec.items():
         at = -(-at // ALIGN) * ALIGN
@@ -143,19 +145,15 @@ def send(stream: Stream, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
 
 
 def download(stream: Stream, spec: Spec, host: torch.Tensor, device: torch.Tensor, everything: bool) -> Event:
-    """Enqueues the copy of an OutFields block to the host, and returns the event after it.
-
-    Fields of log probabilities are left out unless `everything` is set.
-    """
+    """Enqueues the copy of an OutFields block to the host, and returns the event after it. `everything`: whether to
+    copy the fields of log probabilities too."""
     stream.download(host, device, size_of(spec, None if everything else "chosen"))
     return stream.event()
 
 
 def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tokens: int) -> int:
-    """Writes a batch, and padding after it, to a block on the host.
-
-    Returns the number of its KV blocks: the rest of `blocks` need not be copied.
-    """
+    """Writes a batch, and padding after it, to a block on the host. Returns the number of KV blocks written to
+    `blocks`; the rest of that field need not be copied."""
     for field, values, padding in (
         (fields.token_ids, batch.token_ids, 0),
         (fields.positions, batch.positions, 0),
@@ -182,7 +180,8 @@ def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tok
 
 
 def expand_blocks(fields: StepFields, width: int) -> torch.Tensor:
-    """Returns the rows' block table i32[R, width] on the fields' device; entries after a row's blocks are arbitrary."""
+    """Returns the block table i32[R, width] of the rows, on the device of the fields. Entries after a row's last block
+    are arbitrary."""
     at = fields.block_start[:, None] + torch.arange(width, dtype=torch.int32, device=fields.blocks.device)
     return fields.blocks[at.clamp_(max=fields.blocks.shape[0] - 1)]
 
@@ -197,7 +196,8 @@ def lora_spec(tokens: int, segments: int) -> Spec:
 
 
 def fill_lora(fields: Mapping[str, torch.Tensor], lora: LoraBatch | None) -> None:
-    """Writes a LoraBatch (None: the base) to its fields on the host, and empty segments after it."""
+    """Writes a LoraBatch to its fields on the host, and empty segments after it. None stands for the base model
+    alone."""
     for name, padding in zip(LORA_FIELDS, (int(lora.seg_start[-1]) if lora else 0, -1, -1), strict=True):
         values = fields[name][:0] if lora is None else getattr(lora, name)
         _put(fields[name], values, padding)

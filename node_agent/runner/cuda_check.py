@@ -20,23 +20,24 @@ from node_agent.runner.transformers_runner import TransformersRunner
 from node_agent.types import StepBatch
 
 PROMPT = 6
-"""Tokens of the prompt before the compared decode step."""
+"""Number of prompt tokens before the compared decode step; fewer if the cache is smaller."""
 CHECK_BLOCKS = 2 + PROMPT
-"""KV blocks that suffice for any block size, block 0 included."""
+"""Number of KV blocks that suffice for the check with any block size, block 0 included."""
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Allowed difference over the largest logit and the square root of the layers.
+"""Maximum difference of two logits, as a share of the largest logit times the square root of the number of layers, by
+dtype.
 
-Each layer rounds sums in another order, and such errors add up as the steps of a random walk. A 7B model with drawn
+Each layer rounds sums in another order, and such errors add up as the steps of a random walk. A 7B model with random
 weights differs by half of this. A layer with a wrong position, head or weight differs by about the largest logit over
 the square root of the layers.
 """
 
 
 def check_runner(reference: TransformersRunner, runner: CudaModel) -> str | None:
-    """Compares a prompt and a decode step of both runners.
+    """Compares the logits of both runners, for a prompt and a decode step.
 
-    Returns the difference, or the reason why a kernel can't be compiled for this GPU, or None. Raises RuntimeError for
-    other failures, after which no runner could compute.
+    Returns None if they agree. Otherwise returns the difference, or the reason why a kernel can't be compiled for this
+    GPU. Raises RuntimeError for other failures, after which no runner could compute.
     """
     try:
         return _difference(reference, runner)
@@ -64,10 +65,8 @@ def _difference(reference: TransformersRunner, runner: CudaModel) -> str | None:
 
 
 def check_captured(runner: CudaModel, bucket: Bucket, logits: torch.Tensor) -> str | None:
-    """Compares a decode step after a prompt, captured and not. Returns the difference, or None.
-
-    `logits`: the tensor to which buckets write theirs.
-    """
+    """Compares a decode step after a prompt, captured and not captured. Returns the difference; None if they agree.
+    `logits`: the tensor to which buckets write theirs."""
     prompt = _length(runner.block_tokens, runner.num_blocks)
     batch = step(prompt, prompt + 1, runner.block_tokens, torch.device("cpu"))
     _logits(runner, step(0, prompt, runner.block_tokens, torch.device("cpu")))
@@ -77,7 +76,8 @@ def check_captured(runner: CudaModel, bucket: Bucket, logits: torch.Tensor) -> s
 
 
 def check_prompts(runner: CudaModel, buckets: Sequence[PromptBucket]) -> str | None:
-    """Compares a prompt computed in each bucket with one without buckets. Returns the difference, or None."""
+    """Compares a prompt computed in each bucket with one computed without buckets. Returns the difference; None if they
+    agree."""
     prompt = _length(runner.block_tokens, runner.num_blocks)
     batch = step(0, prompt, runner.block_tokens, torch.device("cpu"))
     expected = _logits(runner, batch)
@@ -89,10 +89,8 @@ def check_prompts(runner: CudaModel, buckets: Sequence[PromptBucket]) -> str | N
 
 
 def check_handoffs(runner: CudaModel, buckets: Sequence[PromptBucket]) -> str | None:
-    """Compares a prompt computed in the pieces between handoffs of each bucket with one without buckets.
-
-    Returns the difference, or None.
-    """
+    """Compares a prompt computed without buckets with one computed in the pieces between handoffs, for each bucket.
+    Returns the difference; None if they agree."""
     prompt = _length(runner.block_tokens, runner.num_blocks)
     batch = step(0, prompt, runner.block_tokens, torch.device("cpu"))
     expected = _logits(runner, batch)
@@ -129,7 +127,7 @@ def step(begin: int, end: int, block_tokens: int, device: torch.device) -> StepB
 
 
 def _length(block_tokens: int, num_blocks: int) -> int:
-    """Returns the tokens of the prompt, which must fit into the cache together with one more."""
+    """Returns the number of tokens of the prompt. They must fit into the cache together with one more."""
     return max(1, min(PROMPT, (num_blocks - 1) * block_tokens - 1))
 
 

@@ -39,7 +39,7 @@ STEPS_UNDER_WAY = 2
 """Steps of a bucket that may be enqueued at once: one runs while the host enqueues the next."""
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
-"""Rows between larger buckets."""
+"""Difference in rows between two successive buckets above 8 rows."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class DecodeShape:
 
     @property
     def table_width(self) -> int:
-        """KV blocks of the longest context."""
+        """Number of KV blocks of the longest context."""
         return -(-self.max_context // self.block_tokens)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """Returns the rows of each bucket: 1, 2, 4, 8, multiples of 8 below `max_rows`, and `max_rows`."""
+    """Returns the number of rows of each bucket: 1, 2, 4, 8, multiples of 8 below `max_rows`, and `max_rows`."""
     sizes = [*SMALL_BUCKETS, *range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP), max_rows]
     return sorted({min(size, max_rows) for size in sizes})
 
@@ -70,7 +70,7 @@ class HostBlocks:
         self.block, self.out_block = stream.host(size_of(spec)), stream.host(size_of(out_spec))
         self.fields, self.out = StepFields(**views(spec, self.block)), OutFields(**views(out_spec, self.out_block))
         self.sent: Event = ENDED
-        """event after the last copy out of `block`"""
+        """event after the last copy from `block` to the device"""
 
 
 class LastStep:
@@ -79,14 +79,14 @@ class LastStep:
     def __init__(self, max_rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.zeros(max_rows, vocab, dtype=dtype, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        """chosen tokens, which the next step takes if the host does not have them yet"""
+        """i64[max_rows]: chosen tokens; the next step takes them from here if the host does not have them yet"""
 
 
 class Bucket:
-    """Decode steps of at most `rows` rows, of which two may be enqueued.
+    """Memory and captured work for decode steps of at most `rows` rows. Two steps may be enqueued at once.
 
-    The two have separate memory on the host. On the device they share it: each step has read its memory before the next
-    one writes there.
+    On the host the two steps have separate memory. On the device they share it: each step has read the memory before
+    the next one writes to it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Bucket:
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, lora: LoraBatch | None) -> None:
-        """Enqueues a step up to its logits. `lora`: its tensors are in host memory."""
+        """Enqueues a step up to its logits. The tensors of `batch` and `lora` are in host memory."""
         self._slot = (self._slot + 1) % STEPS_UNDER_WAY
         host = self._hosts[self._slot]
         host.sent.synchronize()  # does not block: all steps since then but one were awaited
@@ -134,9 +134,10 @@ class Bucket:
 
     @torch.inference_mode()
     def choose(self, everything: bool, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
-        """Enqueues the choice of the step's tokens. Returns their place in host memory, and the event after the copy.
+        """Enqueues the choice of the step's tokens. Returns the fields in host memory that will have them, and the
+        event after their copy.
 
-        With `everything` rows may sample and have log probabilities; without it all are greedy.
+        `everything`: whether rows may sample and have log probabilities; if not, all are greedy.
         """
         if edits is None:
             self._samplers[everything]()

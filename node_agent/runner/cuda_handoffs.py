@@ -1,7 +1,8 @@
-"""Layers of a prompt pass captured in pieces, between which work is handed to CPU workers.
+"""Layers of a prompt pass that are captured in pieces, between which work is handed to CPU workers.
 
-A CUDA graph can't wait for a worker. So a layer is cut before and after the base product of each projection group that
-may be handed over. A handoff's copy, signal and wait are enqueued there one by one, at constant addresses.
+A CUDA graph can't wait for a worker. Therefore a layer is cut before and after the base product of each projection
+group that workers may compute LoRA for. Between the pieces, a handoff's copy, signal and wait are enqueued one by one,
+at constant addresses.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.types import GROUPS, ArrivingLora
 
 HANDOFF_GROUPS = (("qkv",), tuple(GROUPS))
-"""Sets of groups at which a layer is cut. A pass uses the first one that has all groups of its adapter."""
+"""Sets of projection groups at which a layer is cut. A pass uses the first set that has all groups that its adapter
+adapts."""
 GRAPHS_PER_LAYER = sum(2 * len(groups) + 1 for groups in HANDOFF_GROUPS)
 MAX_GRAPHS = 2560
-"""Maximum graphs of all buckets. Each takes memory, and some milliseconds at the start.
+"""Maximum number of CUDA graphs of all buckets, since each takes memory, and some milliseconds at the start.
 
-Six buckets of up to 256 tokens have 2,304 for a 7B model. The larger buckets of a deeper model get none.
+Six buckets of up to 256 tokens have 2,304 graphs for a 7B model. For a deeper model the larger buckets get none.
 """
 
 
@@ -67,7 +69,7 @@ def allocate_buffers(decoder: Decoder, tokens: int) -> PieceBuffers:
 
 
 class HandoffLayer:
-    """Layer of a bucket that is cut at `groups`, which are in the order of GROUPS."""
+    """Captured layer of a bucket, cut at the projection groups `groups`. These are in the order of GROUPS."""
 
     def __init__(
         self,
@@ -78,11 +80,11 @@ class HandoffLayer:
         buffers: PieceBuffers,
         stream: Stream,
     ) -> None:
-        """Captures the pieces. The bucket must have a batch of padding."""
+        """Captures the pieces of the layer. The bucket must have a batch of padding."""
         self.index, self.groups = index, groups
         self._layer, self._decoder, self._bucket, self._buffers = decoder.layers[index], decoder, bucket, buffers
         self._pieces: list[tuple[str, Work, Work]] = []
-        """for each group, the work up to its input, and its base product"""
+        """for each group: its name, the work up to its input, and its base product"""
         before = None
         for group in groups:
             lead = stream.capture(partial(self._between, before, group))
@@ -106,8 +108,8 @@ class HandoffLayer:
         self._rest()
 
     def _between(self, done: str | None, upto: str | None) -> None:
-        """Computes from the output of group `done` (None: the layer's input) to the input of group `upto` (None: the
-        layer's output)."""
+        """Computes the part of the layer between two groups: from the output of `done` (None: the layer's input) to the
+        input of `upto` (None: the layer's output)."""
         order = list(GROUPS)
         first = 0 if done is None else order.index(done) + 1
         last = len(order) if upto is None else order.index(upto)

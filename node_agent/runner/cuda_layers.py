@@ -33,7 +33,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """Decoder layer with its part of the KV cache."""
+    """Weights and norms of one decoder layer, with its part of the KV cache."""
 
     attention_norm: Norm
     qkv: FusedProjection
@@ -62,7 +62,7 @@ class AttentionInputs:
     chunks: Rows | None
     """prompt chunks, if there are any"""
     scratch: torch.Tensor | None
-    """scratch of decode attention"""
+    """scratch memory of decode attention; None if there are no decode rows"""
 
 
 @dataclass
@@ -105,7 +105,8 @@ class Decoder:
         self.rotary = rotary_table(model.model)
 
     def attention_scratch(self, rows: int, max_context: int) -> torch.Tensor:
-        """Allocates the scratch for attention of this many decode rows."""
+        """Allocates scratch memory for the attention of `rows` decode rows with contexts of at most `max_context`
+        tokens."""
         return decode_scratch(rows, self.layers[0].cache.heads, max_context, self.norm.weight.device)
 
     def begin(self, token_ids: torch.Tensor) -> HiddenState:
@@ -113,7 +114,7 @@ class Decoder:
         return HiddenState(self.embed_tokens(token_ids))
 
     def advance(self, hidden: HiddenState, layers: Sequence[Layer], inputs: AttentionInputs) -> None:
-        """Computes the next layers of a pass."""
+        """Computes these layers of a pass, and updates the hidden state in place."""
         for layer in layers:
             y = None
             for group in GROUPS:
@@ -136,10 +137,8 @@ class Decoder:
         return gated
 
     def logits(self, hidden: HiddenState, rows: torch.Tensor | None) -> torch.Tensor:
-        """Returns logits [n, V], in the model's dtype, of the tokens rows i64[n], after the last layer.
-
-        `rows` None: of all tokens; this consumes `hidden`.
-        """
+        """Returns logits [n, V] in the model's dtype, after the last layer. `rows`: i64[n], indices of the tokens;
+        None: all tokens, which makes `hidden` unusable."""
         assert hidden.added is not None
         if rows is not None:
             hidden = HiddenState(hidden.residual.index_select(0, rows), hidden.added.index_select(0, rows))

@@ -1,7 +1,7 @@
-"""LoRA of a pass whose batch the runner copies to the device, to addresses that the runner chooses.
+"""LoRA of passes on a GPU. The runner copies a pass's batch to device addresses that it chooses.
 
-A captured pass calls the operations for all projection groups, adapted or not: programs of empty segments and of rank 0
-return at once.
+A captured pass (a CUDA graph) calls the LoRA kernels of all projection groups, adapted or not. Kernel programs for
+empty segments and for rank 0 return at once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.types import LoraBatch
 
 CAPTURED_RANK = MAX_RANK
-"""Maximum rank in a captured pass, which may serve any adapters. Scratch is allocated for it, but no data is padded to
-it."""
+"""Maximum rank in a captured pass, whose adapters are not known at capture. Scratch memory is allocated for this rank,
+but no data is padded to it."""
 
 OpenAdd = Callable[[LoraBatch, bool], Add]
-"""Function (LoraBatch on the device, True if all rows have one token) -> Add. The Add reads the batch's tensors at each
-call."""
+"""Function that takes a LoraBatch on the device, and whether all rows have one token. It returns an Add, which reads
+the batch's tensors at each call."""
 
 
 class SentLora(GroupLora):
     """PassLora of a LoraBatch in host memory.
 
-    The runner copies it with the pass's batch, and calls `place`. As a part of another PassLora, if some rows' adapters
-    are still loading, it copies itself at the first `finish`.
+    The runner copies the batch to the device together with the pass's other data, and then calls `place`. If it is not
+    placed, because it is a part of another PassLora, it copies its batch itself at the first `finish`.
     """
 
     def __init__(self, lora: CudaLora, batch: LoraBatch, decodes: bool) -> None:
@@ -67,8 +67,8 @@ class CudaLora:
 
 
 def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -> OpenAdd:
-    """Returns LoRA by Triton kernels. For CPU_KERNEL, returns the compiled operator, or torch's operations without
-    it."""
+    """Returns the OpenAdd for a store's adapters, by Triton kernels. For CPU_KERNEL it uses the compiled operator, or
+    torch's operations if there is no compiled operator."""
     table, pool, base = store.table, store.pool.data, store.base
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton

@@ -39,12 +39,12 @@ from node_agent.types import ArrivingLora, PassLora, SamplingBatch, ScoredToken,
 
 
 class CudaOutput:
-    """StepOutput in host memory, which the step after the next one overwrites."""
+    """StepOutput in host memory. The step after the next one overwrites it."""
 
     def __init__(
         self, done: Event, out: OutFields | None, logprobs: list[int], scores: Callable[[], list[ScoredToken]]
     ) -> None:
-        """`out`: None if no row needs logits. `logprobs`: as in SamplingBatch, for each row that does."""
+        """`out`: None if no row needs logits. `logprobs`: as in SamplingBatch, for the rows that need logits."""
         self.done, self._out, self._logprob_counts, self._scores = done, out, logprobs, scores
 
     @cached_property
@@ -74,7 +74,7 @@ class CudaOutput:
 
 
 class CapturedPass:
-    """Decode step whose work is enqueued together, when `advance` reaches the last layer."""
+    """Decode step in a bucket. All of its work is enqueued when `advance` reaches the last layer."""
 
     def __init__(self, model: CudaModel, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
         self._model, self._bucket, self._batch, self._lora = model, bucket, batch, lora
@@ -97,7 +97,8 @@ class CapturedPass:
 
 
 class LayeredPass:
-    """Pass of any StepBatch in separate memory, so that other passes may run between its layers."""
+    """Pass of any StepBatch, kernel by kernel. It has its own memory, so that other passes may run between its
+    layers."""
 
     stretch: int = 1
 
@@ -184,7 +185,7 @@ class LayeredPass:
 
 
 class PromptPass(LayeredPass):
-    """Pass in the memory of a bucket, which it holds until its end."""
+    """Pass with prompts in the memory of a bucket. It holds the bucket until its end."""
 
     def __init__(
         self,
@@ -222,13 +223,13 @@ class PromptPass(LayeredPass):
         return self._model.stream.event()
 
     def _release_bucket(self) -> None:
-        """Releases the bucket: the work of later passes runs after this one's."""
+        """Releases the bucket for later passes, whose work runs on the device after this pass's."""
         if self._bucket is not None:
             self._bucket.in_use, self._bucket = False, None
 
 
 class HandoffPass(PromptPass):
-    """Prompt in the memory of a bucket, with some layers of its LoRA computed by CPU workers."""
+    """Pass with prompts in the memory of a bucket, in which CPU workers compute the LoRA of some layers."""
 
     def __init__(
         self, model: CudaModel, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
@@ -238,7 +239,8 @@ class HandoffPass(PromptPass):
         self.stretch = 1
 
     def advance(self, to_layer: int) -> None:
-        """Enqueues stretches whose layers are all on the device, and other layers one by one."""
+        """Enqueues the layers up to `to_layer`. Stretches whose adapter layers are all on the device are enqueued as a
+        whole, other layers one by one."""
         while self.layer < to_layer:
             assert self._bucket is not None
             end = min(self.layer + self._stretch_layers, self._model.num_layers)
@@ -252,12 +254,12 @@ class HandoffPass(PromptPass):
 
 
 def wants_everything(sampling: SamplingBatch) -> bool:
-    """Returns True if a row is not greedy, or requests log probabilities."""
+    """Returns whether any row is sampled (not greedy) or requests log probabilities."""
     return any(t >= GREEDY_BELOW for t in sampling.temperature) or any(k >= 0 for k in sampling.logprobs)
 
 
 def send_edits(stream: Stream, sampling: SamplingBatch, vocab: int) -> ScoreEdits | None:
-    """Enqueues the copy of the edits by the rows' rules to the device. Returns None if no row has rules."""
+    """Enqueues the copy of the rows' logit edits to the device, and returns them. Returns None if no row has rules."""
     if not sampling.rules:
         return None
     return ScoreEdits(**send(stream, join_edits({row: rules.edits() for row, rules in sampling.rules.items()}, vocab)))

@@ -25,26 +25,30 @@ from node_agent.types import ArrivingLora, LoraBatch, StepBatch
 
 STRETCH_LAYERS = 4
 SIZES = (16, 32, 64, *range(128, 513, 64), *range(640, 1025, 128))
-"""Tokens of the buckets. A longer pass keeps a GPU busy while its next kernels are launched."""
+"""Maximum tokens of each bucket. A pass with more tokens than the largest keeps a GPU busy while its next kernels are
+launched, so it needs no bucket."""
 LIGHT_TOKENS = 256
-"""Tokens that a pass computes in hardly more time than one, since it takes the time to read the weights."""
+"""Number of tokens that a pass computes in hardly more time than one token, since reading the weights takes most of
+it."""
 FEW_ROWS = 8
-"""Rows of a bucket of each size. A captured pass starts programs for all rows of its bucket, used or not."""
+"""Maximum rows of the buckets of each of SIZES. A captured pass starts programs for all rows of its bucket, used or
+not."""
 BUSY_SIZES = (64, 128, 256, 512, 1024)
-"""Tokens of the buckets with the maximum of rows, for prompts together with decode rows."""
+"""Tokens of the buckets that have the maximum number of rows, for passes with prompts and many decode rows."""
 LONGEST_DECODED = 4096
-"""Maximum context of a decode row in such a pass, where one program reads all of it."""
+"""Maximum context, in tokens, of a decode row in a prompt bucket, where one kernel program reads all of it."""
 
 
 def prompt_shapes(chunk_tokens: int, max_rows: int) -> list[tuple[int, int]]:
-    """Returns the tokens and rows of each bucket, ascending."""
+    """Returns (tokens, rows) of each bucket, ascending."""
     few = {(min(size, chunk_tokens), FEW_ROWS) for size in SIZES}
     busy = {(min(size, chunk_tokens), max_rows) for size in BUSY_SIZES}
     return sorted({(tokens, min(tokens, rows, max_rows)) for tokens, rows in few | busy})
 
 
 class PromptBucket:
-    """Memory and captured work for passes of at most `tokens` in `rows`. Decode rows are chunks of one token."""
+    """Memory and captured work for passes of at most `tokens` tokens in at most `rows` rows. Decode rows are computed
+    as chunks of one token."""
 
     stretch = STRETCH_LAYERS
 
@@ -67,7 +71,8 @@ class PromptBucket:
         self.inputs = AttentionInputs(self.fields.positions, self.fields.slots, None, chunks, None)
         self._stretches: dict[bool, list[Work]] = {}
         self.handoff_layers: list[list[HandoffLayer]] = []
-        """captured layers, each cut in all ways of HANDOFF_GROUPS; empty before `capture_handoff_layers`"""
+        """for each layer, its captures with the cuts of each set in HANDOFF_GROUPS; empty before
+        `capture_handoff_layers`"""
 
     def fits(self, batch: StepBatch) -> bool:
         """Returns True if the bucket is free, and not so large for the batch that padding costs much."""
@@ -77,7 +82,7 @@ class PromptBucket:
 
     @torch.inference_mode()
     def capture(self, open_add: OpenAdd) -> None:
-        """Captures the stretches, with adapters and without, on a pass of padding."""
+        """Captures the stretches of layers, with adapters and without, on a pass of padding."""
         self._pad()
         adds = GroupLora(open_add(lora_batch(self.fields, CAPTURED_RANK), False))
         for adapted in (False, True):
@@ -115,14 +120,15 @@ class PromptBucket:
         pieces.enqueue(lora, tokens)
 
     def begin(self, layer: int) -> HiddenState:
-        """Returns the hidden state before this layer. Captured with the layer."""
+        """Returns the hidden state before layer `layer`. This work is captured together with that layer."""
         if layer == 0:
             self._table.copy_(expand_blocks(self.fields, self._shape.table_width))
             self.hidden.residual.copy_(self._decoder.begin(self.fields.token_ids).residual)
         return HiddenState(self.hidden.residual, self.hidden.added if layer else None)
 
     def end(self, hidden: HiddenState) -> None:
-        """Stores the hidden state that layers have computed since `begin`. Captured with the last of them."""
+        """Stores the hidden state that the layers have computed since `begin`. This work is captured together with the
+        last of them."""
         assert hidden.added is not None and self.hidden.added is not None
         self.hidden.added.copy_(hidden.added)
 

@@ -107,10 +107,8 @@ class CudaRunner(CudaModel):
             log.error("prompts with handoffs are not captured, and take longer", extra={"reason": problem})
 
     def _capture_steps(self, shape: DecodeShape, open_add: OpenAdd) -> list[Bucket]:
-        """Captures decode steps. Returns no bucket, and logs it, if memory is short or they compute other logits.
-
-        Raises RuntimeError if they can't be captured for another reason.
-        """
+        """Captures decode steps, and returns their buckets. Returns no bucket, and logs the reason, if memory is short
+        or the captured steps compute other logits. Raises RuntimeError if they can't be captured for another reason."""
         buckets, last = list[Bucket](), LastStep(shape.max_rows, self.vocab, self.dtype, self.device)
         try:
             for rows in reversed(bucket_sizes(shape.max_rows)):  # largest first: smaller graphs reuse its memory
@@ -128,10 +126,8 @@ class CudaRunner(CudaModel):
         return []
 
     def _capture_prompts(self, shape: DecodeShape, open_add: OpenAdd, chunk_tokens: int) -> list[PromptBucket]:
-        """Captures prompts. Returns no bucket, and logs it, if memory is short or they compute other logits.
-
-        Raises RuntimeError if they can't be captured for another reason.
-        """
+        """Captures prompts, and returns their buckets. Returns no bucket, and logs the reason, if memory is short or
+        the captured prompts compute other logits. Raises RuntimeError if they can't be captured for another reason."""
         problem, buckets = None, list[PromptBucket]()
         try:
             for tokens, rows in reversed(
@@ -152,15 +148,14 @@ class CudaRunner(CudaModel):
         return []
 
     def _bucket(self, batch: StepBatch) -> Bucket | None:
-        """Returns the smallest decode bucket for the batch; None unless all rows are decode rows, or without one."""
+        """Returns the smallest decode bucket for the batch. Returns None if a row is not a decode row, or if no bucket
+        is large enough."""
         if batch.n_decode < batch.n_rows:
             return None
         return next((bucket for bucket in self.buckets if bucket.rows >= batch.n_rows), None)
 
     def _prompts(self, batch: StepBatch, hands_over: bool) -> PromptBucket | None:
-        """Returns the smallest free prompt bucket for the batch, or None.
-
-        `hands_over`: only buckets captured between handoffs count.
-        """
+        """Returns the smallest free prompt bucket for the batch; None if there is none. `hands_over`: whether the
+        bucket must have layers captured in the pieces between handoffs."""
         buckets = [bucket for bucket in self.prompts if bucket.handoff_layers or not hands_over]
         return next((bucket for bucket in buckets if batch.fed is None and bucket.fits(batch)), None)

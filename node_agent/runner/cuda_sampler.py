@@ -17,17 +17,15 @@ from node_agent.runner.score_rules import ScoreEdits, apply_edits
 from node_agent.types import ScoredToken
 
 ROWS_DRAWN_AT_ONCE = 32
-"""Rows per draw. A draw has four fp64 tensors, each of 33 MB for a vocabulary of 128,256."""
+"""Number of rows for which tokens are drawn at once. A draw has four fp64 tensors, each of 33 MB for a vocabulary of
+128,256."""
 
 
 def sample(
     logits: torch.Tensor, fields: StepFields, edits: ScoreEdits | None, out: OutFields, everything: bool
 ) -> None:
-    """Chooses the tokens of logits [Q, V], and writes them to `out`.
-
-    `edits` are indexed into the flattened logits. Without `everything` all rows are greedy and have no log
-    probabilities.
-    """
+    """Chooses the next tokens by logits [Q, V], and writes them to `out`. `edits` have indices into the flattened
+    logits. `everything`: whether rows may sample and have log probabilities; if not, all are greedy."""
     rows = logits.shape[0]
     raw = logits.float()
     out.finite[:rows].copy_(raw.amax(dim=-1).isfinite())  # amax propagates NaN and +inf
@@ -46,7 +44,8 @@ def sample(
 
 
 def _draw(scores: torch.Tensor, fields: StepFields, part: slice) -> torch.Tensor:
-    """Draws tokens i64[n] by inverse transform over those that pass the filters."""
+    """Returns drawn tokens i64[n] for the rows in `part`. They are drawn by inverse transform among those that pass
+    top-k, top-p and min-p."""
     settings = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.uniform)
     temperature, top_k, top_p, min_p, uniform = (setting[part, None] for setting in settings)
     vocab = scores.shape[1]
@@ -77,7 +76,7 @@ def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, out: OutFields, part: sli
 
 
 def join_edits(edits: dict[int, ScoreEdits], vocab: int) -> dict[str, torch.Tensor]:
-    """Joins the edits of rows, by row, into the fields of one ScoreEdits for flattened scores."""
+    """Joins the rows' logit edits into the fields of one ScoreEdits for the flattened logits. `edits`: edits by row."""
     places = {
         name: torch.cat([getattr(edit, name) + row * vocab for row, edit in edits.items()])
         for name in ("never", "biased", "penalised")
@@ -91,11 +90,13 @@ def join_edits(edits: dict[int, ScoreEdits], vocab: int) -> dict[str, torch.Tens
 # --- log probabilities of prompts
 
 SCORE_COLUMNS = 2
-"""First columns of a packed row: a token's log probability and rank. Then come k log probabilities and k ids."""
+"""Number of columns before the likeliest tokens in a packed row: the token's log probability and rank. After them come
+k log probabilities and k ids."""
 
 
 def score_spec(rows: int, top: int, vocab: int) -> Spec:
-    """Returns the field of packed scores of `rows` prompt tokens, with the `top` most likely tokens of each."""
+    """Returns the dtype and shape of packed scores of `rows` prompt tokens, with the `top` most likely tokens of
+    each."""
     return {"packed": (torch.float32, (rows, SCORE_COLUMNS + 2 * min(top, vocab)))}
 
 
@@ -117,7 +118,7 @@ def pack_scores(head: Callable[[torch.Tensor], torch.Tensor], fields: StepFields
 
 
 def unpack_scores(packed: torch.Tensor, top: list[int]) -> list[ScoredToken]:
-    """Unpacks scores in host memory. `top`: number of most likely tokens to return, by row."""
+    """Returns the scores that are packed in host memory. `top`: number of most likely tokens to return, by row."""
     k, as_ints = (packed.shape[1] - SCORE_COLUMNS) // 2, packed.view(torch.int32)
     return [
         ScoredToken(row[0], ints[1], list(zip(ints[SCORE_COLUMNS + k :], row[SCORE_COLUMNS:], strict=False))[:count])

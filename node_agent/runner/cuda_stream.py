@@ -14,7 +14,7 @@ from node_agent.device import Event, record_event
 Work = Callable[[], None]
 
 WARM_UP_RUNS = 2
-"""Runs before a capture, in which kernels are compiled and libraries allocate workspaces."""
+"""Number of runs before a capture, in which kernels are compiled and libraries allocate workspaces."""
 
 
 class Stream:
@@ -34,11 +34,12 @@ class Stream:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
-        """Enqueues a copy of the first `size` bytes, which must not change until it has run."""
+        """Enqueues a copy of the first `size` bytes to the device. The host's bytes must not change until it has
+        run."""
         device[:size].copy_(host[:size], non_blocking=True)
 
     def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
-        """Enqueues a copy of the first `size` bytes."""
+        """Enqueues a copy of the first `size` bytes to the host."""
         host[:size].copy_(device[:size], non_blocking=True)
 
     def enqueue(self, work: Work) -> None:

@@ -37,10 +37,8 @@ class LightllmRunner:
 
 
 class LightllmPass:
-    """Pass of a StepBatch of decode rows alone, or of any rows as prompt chunks.
-
-    A decode row of a batch with chunks is computed as a chunk of one token: LightLLM's decode kernel takes no chunks.
-    """
+    """Pass of a StepBatch. LightLLM's decode kernel takes no prompt chunks, so in a batch with chunks a decode row is
+    computed as a chunk of one token."""
 
     stretch = 1
 

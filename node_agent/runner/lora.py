@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 Weights = Callable[[Lease], AdapterWeights]
 Add = Callable[[int, str, Sequence[torch.Tensor], torch.Tensor], None]
-"""(layer, group, ys, x): adds LoRA of x [T, d_in] to each ys[p] [T, d_out] in place"""
+"""Function of (layer, group, ys, x) that adds the LoRA terms of x [T, d_in] to each ys[p] [T, d_out] in place."""
 
 LONG_SEGMENT = {torch.bfloat16: 32, torch.float32: 12, torch.float16: 1 << 20}
-"""Segment length (tokens) from which torch's products are faster than the compiled operator, by benchmarks/kernels.
+"""Number of tokens of a segment from which torch's products are faster than the compiled operator, by dtype.
 
-Measured at rank 64; at rank 8 the operator stays faster up to twice this length. fp16 never uses torch, because few
-processors multiply it.
+Measured by benchmarks/kernels at rank 64; at rank 8 the operator stays faster up to twice this length. fp16 never uses
+torch, because few processors multiply it.
 """
 
 
@@ -41,11 +41,8 @@ def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> lis
 
 
 class AdaptedGroups:
-    """Projection groups that the adapters of a pass adapt.
-
-    `weights` is called once per segment, at the first computed layer, since a cold pass is created before its adapter
-    has arrived.
-    """
+    """Projection groups that the adapters of a pass adapt, by layer. `weights` is called once per segment, at the first
+    computed layer: a cold pass is created before its adapter has arrived."""
 
     def __init__(self, weights: Weights, batch: LoraBatch) -> None:
         self._weights, self._leases = weights, batch.leases
@@ -69,7 +66,7 @@ class GroupLora:
     """PassLora that keeps a group's input until its base product is computed, and then calls `add`."""
 
     def __init__(self, add: Add | None, adapted: AdaptedGroups | None = None) -> None:
-        """`adapted`: None to add in all groups, as a captured pass must."""
+        """`adapted`: groups in which LoRA terms are added. None: all groups, as a captured pass must."""
         self._add, self._adapted = add, adapted
         self._x: torch.Tensor | None = None
 
@@ -127,7 +124,8 @@ class CompiledLora:
         ]
 
     def segments(self, batch: LoraBatch, without: Sequence[int] = ()) -> Segments:
-        """Returns the segments of a pass; those with the indices `without` count as the base."""
+        """Returns the segments of a pass for the operator. Segments with an index in `without` count as the base
+        model's."""
         slots = batch.seg_slot
         if without:
             slots = slots.clone()
@@ -145,10 +143,8 @@ def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> C
 
 
 class SegmentedLora(GroupLora):
-    """PassLora for adapters that are completely on the device when the first layer runs.
-
-    The compiled operator, if there is one, computes all short segments of a group in one call.
-    """
+    """PassLora for adapters that are completely on the device when the pass's first layer runs. The compiled operator,
+    if there is one, computes all short segments of a group in one call; torch computes the long ones."""
 
     def __init__(self, batch: LoraBatch, weights: Weights, compiled: CompiledLora | None = None) -> None:
         self._adapters = AdaptedGroups(weights, batch)
@@ -172,7 +168,8 @@ class SegmentedLora(GroupLora):
         self._x = None
 
     def _split_segments(self) -> list[tuple[int, int, AdapterWeights]]:
-        """Sets the segments of the operator, and returns those for torch."""
+        """Divides the pass's segments between the compiled operator and torch. Returns (first token, end token,
+        weights) of those for torch."""
         by_segment, shortest = (
             self._adapters.by_segment,
             self._compiled.long_segment if self._compiled is not None else 0,

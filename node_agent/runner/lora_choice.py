@@ -32,10 +32,9 @@ class LoraCode:
 
 
 def kernel_of(name: str, device: torch.device) -> str:
-    """Returns the kernel of decode rows for a `node.lora_kernel` on a device.
-
-    Raises ValueError for an unknown name, and for a Triton kernel on a CPU, unless Triton interprets.
-    """
+    """Returns the name of the LoRA kernel for decode rows: mbgmv, bgmv or CPU_KERNEL. `name`: value of
+    `node.lora_kernel`. Raises ValueError for an unknown name, and for a Triton kernel on a CPU, unless Triton
+    interprets."""
     if name == "auto":
         return TRITON_KERNELS[0] if device.type == "cuda" else CPU_KERNEL
     if name not in TRITON_KERNELS:

@@ -28,21 +28,23 @@ from node_agent.runner.products import Products, can_pack, few_rows, pack, packe
 log = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 24 << 20
-"""Bytes of the weights that are multiplied in turn; more than a core's caches hold."""
+"""Bytes of the sample of weights whose products are timed; more than a core's caches hold."""
 LIMIT_S = 1.5
-"""Time limit in seconds for all rounds after the first."""
+"""Maximum seconds of all rounds of timing after the first."""
 ROUNDS = 5
 FEW_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Rows at which the compiled product is compared with the widened one."""
+"""Numbers of rows of x at which the compiled product is compared with the product of widened weights."""
 COMPARED_ROWS = (1, 8, 128)
-"""Rows at which packed weights are compared with plain ones: one decode row, a batch of them, a prompt."""
+"""Numbers of rows of x at which packed weights are compared with plain ones: one decode row, a batch of them, a
+prompt."""
 MARGIN = 1.1
-"""Ratio of times above which packed weights are chosen even if they only win at some of COMPARED_ROWS."""
+"""Ratio of the times of plain and packed weights above which packed ones are chosen even if they are faster at only
+some of COMPARED_ROWS."""
 ATTENTION_TOKENS = 128
 MAX_STORED_BYTES = 1 << 16
 
 Product = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
-"""Function (x, weight, None for no bias) -> y."""
+"""Function of (x, weight, None for no bias) that returns y = x W^T."""
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,9 +58,10 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def choose_products(weights: Iterable[torch.Tensor], folder: Path | None = None) -> Products | None:
-    """Returns the choice for a model with these weights [d_out, d_in]; None to use torch's products.
+    """Returns the choice of products for a model with these weights [d_out, d_in]. Returns None if torch's products are
+    used: the weights are not bf16 on a CPU.
 
-    Measurements, which take about 3 s at most, are stored in `folder` (None: that of the compiled operators).
+    A measurement takes about 3 s at most. It is stored in `folder` (None: that of the compiled operators).
     """
     sample = _sample(weights)
     if not sample or sample[0].dtype is not torch.bfloat16 or sample[0].device.type != "cpu":
@@ -94,8 +97,8 @@ def measure(sample: list[torch.Tensor], operator: ProductOperator | None) -> Mea
 
 
 def decide(times: dict[str, float]) -> Measured:
-    """Returns the choice for these times in seconds. A key is a kind and a number of rows; kinds are `few`, `widened`
-    and, if possible, `packed`."""
+    """Returns the choice of products by these times in seconds. Keys of `times` are a kind and a number of rows; kinds
+    are `few`, `widened` and, if possible, `packed`."""
     few = 1
     for rows in FEW_ROWS:
         if times[f"few {rows}"] > times[f"widened {rows}"]:
@@ -111,10 +114,8 @@ def decide(times: dict[str, float]) -> Measured:
 
 
 def _candidates(sample: list[torch.Tensor], operator: ProductOperator | None) -> dict[str, Callable[[], object]]:
-    """Returns the functions to time: by "kind rows" products of the whole sample, by "attention TYPE" one prompt's.
-
-    Attention is timed in bf16 and fp32.
-    """
+    """Returns the functions to time, by name. "KIND ROWS" multiplies the whole sample; "attention TYPE" computes one
+    prompt's attention, in bf16 or fp32."""
     generator = torch.Generator().manual_seed(0)
     widths = sorted({weight.shape[1] for weight in sample})
     candidates: dict[str, Callable[[], object]] = {}

@@ -14,7 +14,8 @@ ROWS_HINT = 8
 """Number of rows (a decode batch) for which oneDNN chooses the weight layout. The layout works for any number of
 rows."""
 PANEL = 1 << 20
-"""Elements of a weight that are converted to fp32 at once: 4 MiB, which stay in the cache until they are multiplied."""
+"""Number of elements of a weight that are converted to fp32 at once: 4 MiB, which stay in the cache until they are
+multiplied."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Products:
 
     @property
     def name(self) -> str:
-        """Name of the choice, for the keys of stored pass measurements."""
+        """Name of the choice, which is part of the keys under which measured passes are stored."""
         return "oneDNN" if self.packed else f"bf16 to {self.few} rows, then fp32"
 
 

@@ -10,14 +10,15 @@ import torch
 from node_agent.types import PromptScoring, ScoredToken
 
 ROWS_AT_ONCE = 64
-"""Rows whose logits are computed at once: 33 MB in fp32 for a vocabulary of 128,256."""
+"""Number of rows whose logits are computed at once; they take 33 MB in fp32 for a vocabulary of 128,256."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.inference_mode()
 def score_prompts(head: Head, scoring: PromptScoring | None) -> list[ScoredToken]:
-    """Returns one entry per row of `scoring`. `head` returns the logits [n, V] of rows i64[n] of the pass."""
+    """Returns the score of each prompt token in `scoring`; none without it. `head` returns the logits [n, V] of the
+    tokens i64[n] of the pass."""
     if scoring is None:
         return []
     scored: list[ScoredToken] = []

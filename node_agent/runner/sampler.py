@@ -29,7 +29,8 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, list[Logprobs | None]]:
-    """Returns token ids i64[Q] on the device for logits [Q, V], and requested log probabilities of the raw logits."""
+    """Returns sampled token ids i64[Q] on the device, and the requested log probabilities of each row. `logits` [Q, V]
+    are the raw ones; log probabilities are of these."""
     raw = logits.float()
     changed = {row: _changed(raw[row], rules) for row, rules in batch.rules.items()}
     tokens = raw.argmax(dim=-1)
@@ -70,7 +71,7 @@ def _changed(row: torch.Tensor, rules: ScoreRules) -> torch.Tensor:
 
 
 def _draw(scores: torch.Tensor, top_k: int, top_p: float, min_p: float, u: float) -> torch.Tensor:
-    """Draws a token by inverse transform over those that pass top-k, then top-p, then min-p."""
+    """Returns a token drawn by inverse transform of `u` among those that pass top-k, then top-p, then min-p."""
     if top_k:
         scores, ids = scores.topk(min(top_k, scores.shape[0]))
     else:

@@ -28,7 +28,7 @@ def changes_scores(sampling: Sampling) -> bool:
 
 @dataclass(frozen=True)
 class ScoreEdits:
-    """Changes to logits in one tensor, by indices into it."""
+    """Changes to logits. All token numbers are indices into the one tensor to which the changes apply."""
 
     never: torch.Tensor
     """i64[n]: tokens that must not be chosen"""
@@ -60,7 +60,8 @@ def apply_edits(scores: torch.Tensor, edits: ScoreEdits) -> None:
 
 
 class ScoreRules:
-    """Rules of one request, updated with each generated token, so that nothing is rebuilt per step."""
+    """Rules by which one request's parameters change its logits. They are updated with each generated token, so that
+    nothing is rebuilt per step."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ScoreRules:
         apply_edits(scores, self.edits())
 
     def edits(self) -> ScoreEdits:
-        """Returns the edits of the next token's scores."""
+        """Returns the changes to the next token's logits."""
         never = self._forbidden.tokens(self._generated)
         if len(self._generated) < self._min_tokens:
             never = torch.cat((never, self._ends))

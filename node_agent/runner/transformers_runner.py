@@ -39,7 +39,8 @@ def register_attention() -> None:
 
 
 def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Loads the base model for a TransformersRunner. `dtype` None: the model's. Raises ValueError."""
+    """Loads the base model for a TransformersRunner. `dtype` None: the dtype in the model's files. Raises ValueError if
+    the runner can't compute the model."""
     register_attention()
     config = AutoConfig.from_pretrained(model_dir)
     if config.model_type not in FAMILIES:
@@ -65,7 +66,8 @@ class TransformersRunner:
     name = "transformers"
 
     def __init__(self, model: PreTrainedModel, block_tokens: int, num_blocks: int, compiled: bool = True) -> None:
-        """`compiled`: replace parts of the model by compiled ones if possible, not only the projections."""
+        """`compiled`: whether to replace not only the projections but also other parts of the model by compiled ones,
+        where possible."""
         self.model: Any = model
         device = model.device
         self.device, self.dtype = device, model.dtype

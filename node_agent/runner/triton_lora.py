@@ -17,8 +17,8 @@ from node_agent.runner.lora import AdaptedGroups, Add, GroupLora, table_views
 from node_agent.types import GROUPS, LoraBatch
 
 DECODE_KERNELS: dict[str, Callable[..., None]] = {"mbgmv": mbgmv, "bgmv": bgmv}
-"""Kernel function by value of `node.lora_kernel`, except `auto`. Scratch has room for MAX_RANK, the highest rank that a
-batch is padded to."""
+"""Kernel function for each value of `node.lora_kernel` except `auto`. Its scratch memory has room for MAX_RANK, the
+highest rank to which a batch is padded."""
 
 
 class TritonLora:
@@ -58,7 +58,8 @@ class TritonLora:
         return lambda layer, group, ys, x: self.add(self.groups[layer][group], ys, x, batch, decode)
 
     def add(self, view: GroupView, ys: Sequence[torch.Tensor], x: torch.Tensor, batch: LoraBatch, decode: bool) -> None:
-        """Adds LoRA of x [T, d_in] to P tensors ys [T, d_out] by two launches. Raises KernelArgumentError."""
+        """Adds the LoRA terms of x [T, d_in] to the projections' outputs ys, each [T, d_out], by two kernel launches.
+        Raises KernelArgumentError."""
         if decode:
             operation, scratch, sizes = self.decode_kernel, self.decode_scratch, self.decode
         else:
