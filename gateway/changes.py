@@ -103,8 +103,8 @@ class Changes:
                 self._end_calls(tenant, function, why, number)
             case DigestCalled(tenant, digest):
                 self.called.record(tenant, digest)
-            case ExplanationAsked(number, call, whose):
-                explained = self.explanations.find(call, whose)
+            case ExplanationAsked(number, call, tenant):
+                explained = self.explanations.find(call, tenant)
                 if explained is not None:
                     self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(explained.reply())))
             case ExplanationAnswered(number, reply):
