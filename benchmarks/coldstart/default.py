@@ -1,14 +1,15 @@
 """Cold starts by default settings, over HTTP: services that say nothing of the node, and others that say one thing.
 
 Each service is started by `garnish up` from a file with the base model, `node.simulate.link`, and, for a baseline
-alone, `node.cold_start`: `full` does not set it, `pipeline` and `assist` set it to their name, `overlap` to `wait`. All
-files set the same `node.adapter_memory`, smaller than the default. What is called lies in the host memory of every node
-and on no device, as the nodes say before each call. `cached` has the file of `full`; each of its adapters is called
-before its call is timed. The services of one ratio run side by side. Each measures its link and workers while the
-others are idle, and has the costs of its passes from the service without simulation, which starts first. Rounds of
-calls precede the timed ones; after each, no service is called until all nodes have ended their measurements. Every call
-goes to all services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids;
-answers are greedy and have 12 tokens.
+alone, `node.cold_start`: `full` does not set it, `pipeline` and `assist` set it to their name, `overlap` to `wait`.
+`pipeline_again` is a second service like `pipeline`, and shows by how much processes differ. All files set the same
+`node.adapter_memory`, smaller than the default. What is called lies in the host memory of every node and on no
+device, as the nodes say before each call. `cached` has the file of `full`; each of its adapters is called before its
+call is timed. The services of one ratio run side by side. Each measures its link and workers while the others are
+idle, and has the costs of its passes from the service without simulation, which starts first. Rounds of calls precede
+the timed ones; after each, no service is called until all nodes have ended their measurements. Every call goes to all
+services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids; answers are
+greedy and have 12 tokens.
 
 Parts:
 
@@ -54,6 +55,7 @@ from benchmarks.common.report import SMOLLM2, arguments, contention_probe, repor
 WAYS = {
     FULL: {},
     "pipeline": {"cold_start": "pipeline"},
+    "pipeline_again": {"cold_start": "pipeline"},
     "overlap": {"cold_start": "wait"},
     "assist": {"cold_start": "assist"},
     CACHED: {},

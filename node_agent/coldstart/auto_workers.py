@@ -13,7 +13,7 @@ from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import MODES, WorkersDecision
 from node_agent.coldstart.costs import pipelined_costs, result_bytes
-from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes
+from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, median_spread
 from node_agent.coldstart.planner import choose
 from node_agent.coldstart.profile import Profile
 from node_agent.config import EngineConfig
@@ -31,7 +31,7 @@ MIN_GAIN = 0.1
 """Minimum share, 0 to 1, by which workers must shorten the time to first token. Also the minimum wait for a load, as a
 share of a warm prefill, at which workers are measured at all."""
 SAME_ANSWER = 1.02
-"""Factor by which an answer with workers may take longer and still count as equally fast, since call times vary."""
+"""Minimum factor between two medians of answer times that differ, besides the widths of their confidence intervals."""
 MAX_WORKERS = 16
 """Maximum number of workers; a handoff has no work for more."""
 
@@ -105,6 +105,8 @@ class _Comparison:
     calls: int
     first: dict[str, float]
     answer: dict[str, float]
+    answer_spread: float
+    """sum of the half widths of both answers' confidence intervals, as a share of the median"""
 
     @classmethod
     def of(cls, kind: CallKind, samples: dict[str, list[PassSample]]) -> _Comparison | None:
@@ -114,13 +116,19 @@ class _Comparison:
             return None
         first = {plan: 1e3 * median(s.first for s in each) for plan, each in measured.items()}
         answer = {plan: 1e3 * median(s.answer for s in each) for plan, each in measured.items()}
-        return cls(kind, next(iter(measured.values()))[0].calls, first, answer)
+        spread = sum(median_spread([s.answer for s in each]) for each in measured.values())
+        return cls(kind, next(iter(measured.values()))[0].calls, first, answer, spread)
 
     @property
     def gains(self) -> bool:
-        """Returns whether workers bring first tokens sooner by MIN_GAIN, without later ends of the answers."""
+        """Returns whether workers bring first tokens sooner by MIN_GAIN, without later ends of the answers.
+
+        Answers end later only if they do so beyond the confidence intervals of their medians, or by MIN_GAIN. Otherwise
+        the noise of a dozen decode steps would decide.
+        """
         sooner = self.first["assist"] <= (1 - MIN_GAIN) * self.first["pipeline"]
-        return sooner and self.answer["assist"] <= SAME_ANSWER * self.answer["pipeline"]
+        same = max(SAME_ANSWER, 1 + min(MIN_GAIN, self.answer_spread))
+        return sooner and self.answer["assist"] <= same * self.answer["pipeline"]
 
     def shown(self, count: int) -> str:
         first, answer = self.first, self.answer

@@ -75,6 +75,12 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     """number of concurrent calls, each with its own adapter; if several, `first` and `answer` are their means"""
 
 
+def median_spread(values: Sequence[float]) -> float:
+    """Returns half the width of the confidence interval of the median of `values`, as a share of the median."""
+    quarter, middle, three_quarters = np.quantile(values, (0.25, 0.5, 0.75))
+    return float(NOTCH * (three_quarters - quarter) / middle / len(values) ** 0.5)
+
+
 class PassTimes:
     """Measured passes of cold calls, by kind of call and plan.
 
@@ -145,8 +151,7 @@ class PassTimes:
         likely = middle * self._by_fit(plan, forecast)
         if not ratios:
             return (1 - ANY_SPREAD) * likely, likely, (1 + ANY_SPREAD) * likely
-        quarter, three_quarters = np.quantile(ratios, (0.25, 0.75))
-        spread = max(MIN_SPREAD, NOTCH * float(three_quarters - quarter) / middle / len(ratios) ** 0.5)
+        spread = max(MIN_SPREAD, median_spread(ratios))
         measured = max(sample.forecast for sample in self.of(kind, plan))
         spreads = np.where(forecast > EXTRAPOLATED * measured, max(spread, ANY_SPREAD), spread)
         return (1 - spreads) * likely, likely, (1 + spreads) * likely

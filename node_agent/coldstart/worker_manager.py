@@ -31,6 +31,7 @@ from node_agent.coldstart.auto_workers import (
 )
 from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
+from node_agent.coldstart.learning import LearntLink
 from node_agent.coldstart.measure import SHORT, measure
 from node_agent.coldstart.pass_times import ROUNDS, CallKind
 from node_agent.coldstart.profile import Profile, ProfileError, check, read_profile
@@ -62,6 +63,8 @@ ABOUT_AS_FAST = 1.05
 DECISION_ROUNDS = 8
 """Number of calls of each plan that are measured to decide whether to use workers, or to narrow the bounds of a kind of
 call."""
+CONFIRM_ROUNDS = 5
+"""Number of pipelined calls that are measured to confirm that the link has changed."""
 BURST_ROUNDS = 3
 """Number of bursts of concurrent calls of each plan that are measured for the same decision."""
 ALL_PLANS = ("wait", *PLANS)
@@ -115,7 +118,8 @@ class WorkerManager:
         if self._starting is not None:
             return self._finish_start(self._starting, should_yield)
         if self._link_has_moved():
-            self._judge_link_again()
+            if self._confirm_link(should_yield):
+                self._judge_link_again()
             return True
         if self.starts.unmeasured and self.starts.assists:
             self._measure_kind(next(iter(self.starts.unmeasured)), should_yield)
@@ -222,6 +226,26 @@ class WorkerManager:
             return False
         rate = self.starts.link.cost.bandwidth / self._judged_rate
         return not 1 / LINK_MOVED < rate < LINK_MOVED
+
+    def _confirm_link(self, should_yield: Callable[[], bool]) -> bool:
+        """Returns whether the link has changed by loads that are measured now, while the node is idle.
+
+        Loads of requests also take longer if the host is busy. Without this check a node would drop its measured calls,
+        and perhaps its workers, although the link is the same. Returns False if the measurement was interrupted.
+        """
+        starts = self.starts
+        assert starts.profile is not None
+        starts.link = LearntLink(starts.profile.link)
+        try:
+            Calibration(self.engine, self.base, should_yield).measure(TYPICAL, ("pipeline",), CONFIRM_ROUNDS)
+        except Interrupted as interrupted:
+            log.info("the link could not be measured again", extra={"reason": str(interrupted)})
+            self._retry_at = time.monotonic() + RETRY_S
+            return False
+        if self._link_has_moved():
+            return True
+        self._judge_at = time.monotonic() + JUDGE_PAUSE_S
+        return False
 
     def _judge_link_again(self) -> None:
         """Decides on the workers again, by the link's current cost: closes them, starts new ones, or has the existing

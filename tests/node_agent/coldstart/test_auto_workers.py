@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -93,7 +94,7 @@ def calls(first: float, answer: float, plan: str) -> list[PassSample]:
 
 @pytest.mark.parametrize(
     ("first", "answer", "gains"),
-    [(0.89, 0.9, True), (0.91, 0.9, False), (0.5, 1.05 * SAME_ANSWER, False), (1.5, 1.5, False)],
+    [(0.89, 0.9, True), (0.91, 0.9, False), (0.5, 1.1 * SAME_ANSWER, False), (1.5, 1.5, False)],
 )
 def test_measured_calls_decide(first: float, answer: float, gains: bool) -> None:
     """The first token a tenth sooner in the median, and the answer no later."""
@@ -116,6 +117,20 @@ def test_workers_that_gain_for_short_prompts_alone_are_kept() -> None:
     assert decision.count == 2 and f"{SHORT_PROMPT}, one call: first token 400.0 ms with 2" in decision.reason
     assert dict(decision.figures)["first_token_assist_short"] == pytest.approx(400)
     assert dict(decision.figures)["first_token_assist"] == pytest.approx(950)
+
+
+def test_the_noise_of_answers_does_not_end_workers_that_gain() -> None:
+    """Answers that end 4 % later within 10 % of noise are no later; beyond their noise they are."""
+    rng = random.Random(0)
+
+    def noisy(answer: float, noise: float, plan: str, first: float) -> list[PassSample]:
+        values = [answer * (1 + noise * (i - 3.5) / 3.5) for i in range(8)]
+        rng.shuffle(values)
+        return [PassSample(TYPICAL, plan, 1.0, 1.0, first, value) for value in values]
+
+    for noise, gains in ((0.1, True), (0.01, False)):
+        times = PassTimes([*noisy(2.0, noise, "pipeline", 1.0), *noisy(2.08, noise, "assist", 0.8)])
+        assert judge_calls(times, 1, WorkersDecision(MAX_WORKERS, "by the link")).count == gains
 
 
 def test_calls_that_could_not_be_measured_start_none() -> None:

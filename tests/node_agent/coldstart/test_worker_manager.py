@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from node_agent.coldstart import worker_manager
@@ -191,21 +192,51 @@ def test_workers_are_judged_again_when_the_link_has_changed(
 
     monkeypatch.setattr(worker_manager, "judge_calls", judge)
     monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
-    for _ in range(12):
-        starts.link.learn(1 << 24, 15 * (1 << 24) / starts.link.profile.bandwidth)
+    learn_loads(engine, slower=15)
+    engine.engine.store.loader.device_link.config = LinkConfig(1e9 / 60)
     assert manager.work(never)
     pool = manager._starting
     assert pool is not None and starts.decision.count == 0, "none is there before it was measured"
     pool.wait_ready(120.0)
     idle(engine)
     assert engine.engine.assist is not None and judged and starts.decision.reason == "they gain"
-    for _ in range(16):
-        starts.link.learn(1 << 24, (1 << 24) / (3 * starts.link.profile.bandwidth))
+    engine.engine.store.loader.device_link.config = LinkConfig(1e9)
+    learn_loads(engine, slower=1 / 3)
     monkeypatch.setattr(worker_manager, "judge_link", lambda *_: worker_manager.WorkersDecision(0, "little to gain"))
     assert not manager.work(never), "a judgement's own loads can move the learnt rate"
     manager._judge_at = 0.0
     assert manager.work(never)
     assert engine.engine.assist is None and starts.decision.reason == "little to gain"
+
+
+@needs_core
+def test_loads_that_a_busy_host_slowed_end_no_worker(linked: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle node measures its loads again, finds the link as it was, and drops neither workers nor passes."""
+    starts, manager = linked.engine.cold_start, manager_of(linked)
+    monkeypatch.setattr(manager, "config", msgspec.structs.replace(manager.config, cpu_workers=None))
+    monkeypatch.setattr(manager, "_judged_rate", starts.profile.link.bandwidth if starts.profile else 0.0)
+    monkeypatch.setattr(manager, "_judge_at", 0.0)
+    starts.times.add(PassSample(TYPICAL, "assist", 0.1, 0.1))
+    workers, decision = starts.workers, starts.decision
+    learn_loads(linked, slower=3)
+    assert manager._link_has_moved()
+    assert manager.work(lambda: manager._retry_at == 0.0 and starts.link is not None and not starts.link._loads) is True
+    assert manager._retry_at > 0, "an interrupted measurement is tried again later"
+    manager._retry_at = 0.0
+    learn_loads(linked, slower=3)
+    assert manager.work(never) and not manager._link_has_moved()
+    assert starts.workers is workers and starts.decision is decision
+    assert len(starts.times.of(TYPICAL, "assist")) == 1
+    assert len(starts.times.of(TYPICAL, "pipeline")) == worker_manager.CONFIRM_ROUNDS
+    linked.assert_clean()
+
+
+def learn_loads(engine: LocalEngine, slower: float) -> None:
+    """Records loads that took `slower` times as long as the profile says."""
+    link = engine.engine.cold_start.link
+    assert link is not None
+    for _ in range(16):
+        link.learn(1 << 24, slower * (1 << 24) / link.profile.bandwidth)
 
 
 @needs_core
