@@ -104,8 +104,8 @@ async def rounds(
     count: int,
     tokens: int,
 ) -> AsyncIterator[list[tuple[str, Column, int, list[Kept]]]]:
-    """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them;
-    after each of these no service is called until all nodes have ended their measurements.
+    """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them,
+    in which the services are called one after another: each is called when the one before has ended its measurements.
 
     In a round each of `columns`, with its number of calls at once, is called on all services, in a drawn order, with
     the same prompts and the same adapters, which are in the host memory of every node. Answers have `tokens`.
@@ -116,25 +116,30 @@ async def rounds(
             mode: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
             for mode, service in services.items()
         }
-        nodes = [
-            Residency(await stack.enter_async_context(open_session(service.admin_key)), service.url, numbers)
+        nodes = {
+            mode: Residency(await stack.enter_async_context(open_session(service.admin_key)), service.url, numbers)
             for mode, service in services.items()
-            if mode != CACHED
-        ]
-        for number in range(-warm, count):
+        }
+
+        async def call(mode: str, planned: Sequence[Planned]) -> list[Answer]:
+            if mode == CACHED:
+                await _bring(calls[mode], planned, draw)
+            return await _together(calls[mode], planned)
+
+        for _ in range(warm):
+            for mode, service in services.items():
+                for column, at_once in draw.shuffled(columns):
+                    await call(mode, draw.calls(column, at_once, await nodes[mode].in_host()))
+                await until_idle([service])
+        for number in range(count):
             cells = []
             for column, at_once in draw.shuffled(columns):
-                cold = set.intersection(*[await node.in_host() for node in nodes])
+                cold = set.intersection(*[await node.in_host() for mode, node in nodes.items() if mode != CACHED])
                 planned = draw.calls(column, at_once, cold)
                 for mode in draw.shuffled(list(services)):
-                    if mode == CACHED:
-                        await _bring(calls[mode], planned, draw)
-                    answers = await _together(calls[mode], planned)
-                    cells.append((mode, column, at_once, [keep(number, answer) for answer in answers]))
-            if number >= 0:
-                yield cells
-            else:
-                await until_idle(services.values())
+                    kept = [keep(number, answer) for answer in await call(mode, planned)]
+                    cells.append((mode, column, at_once, kept))
+            yield cells
 
 
 async def _bring(call: Caller, planned: Sequence[Planned], draw: Draw) -> None:

@@ -305,13 +305,19 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
-    return Sizes(rounds=options.rounds, burst_rounds=options.burst_rounds, alternations=options.alternations)
+    return Sizes(
+        rounds=options.rounds,
+        burst_rounds=options.burst_rounds,
+        alternations=options.alternations,
+        ways=tuple(options.ways),
+    )
 
 
 def main() -> None:
     parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all; with --quick b; e always")
     parser.add_argument("--ratios", nargs="+", type=float, default=None, help="load : prefill; 0.68 and 0.17")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="of parts b and c; all")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="single calls of a mode and column")
     parser.add_argument("--burst-rounds", type=int, default=Sizes.burst_rounds)
     parser.add_argument(
