@@ -137,8 +137,8 @@ async def rounds(
                 cold = set.intersection(*[await node.in_host() for mode, node in nodes.items() if mode != CACHED])
                 planned = draw.calls(column, at_once, cold)
                 for mode in draw.shuffled(list(services)):
-                    kept = [keep(number, answer) for answer in await call(mode, planned)]
-                    cells.append((mode, column, at_once, kept))
+                    answers = await call(mode, planned)
+                    cells.append((mode, column, at_once, [keep(number, answer) for answer in answers]))
             yield cells
 
 
