@@ -38,6 +38,7 @@ from gateway.calls.routing import Router
 from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
+from gateway.catalog.door import Door
 from gateway.catalog.functions import Functions
 from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.store_probe import StoreProbe
@@ -86,12 +87,13 @@ log = logging.getLogger("gateway")
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Groups of parts for the routes, and the suggestions for the boundary."""
+    """Groups of parts for the routes, the door that all requests pass, and the suggestions for the boundary."""
 
     calls: Calls
     catalog: Catalog
     nodes: Nodes
     admin: Admin
+    door: Door
     suggestions: Suggestions
 
 
@@ -176,6 +178,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
         EventStore(store, EventMetrics(metrics.registry)),
         StoreThreads(config.store_seconds, EVENT_THREADS),
         shared.events,
+        account_of=callers.account,
     )
     changes = Changes(
         store=store,
@@ -268,6 +271,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
             usage=opened.usage,
             windows=windows,
         ),
+        door=Door(callers, shared.limits, metrics, config.call_body),
         suggestions=Suggestions(registry, threads, monotonic),
     )
     await callers.learn_tenants()

@@ -96,7 +96,7 @@ class EventCalls:
         except msgspec.ValidationError:
             raise NotKnownHere from None
         function, source = (event.function, event.qualifier), source_of(call, self.inputs.base.vocab_size)
-        request, watch = background_request(event.id), Stopwatch()
+        request, watch = background_request(event.id, paid=is_paid(event)), Stopwatch()
         invocation = await self.inputs.prepare(
             request, event.tenant, watch, function=function, source=source, stated=call
         )
@@ -145,6 +145,12 @@ class EventCalls:
         if not await self.threads.read(read_secrets, self.store, tenant):
             why = "the tenant has no webhook secret to sign with: POST /tenants/{id}/webhook-secrets makes one"
             raise ServiceError("validation_failed", why, param=f"{field}.webhook")
+
+
+def is_paid(event: EventRecord) -> bool:
+    """Returns whether the request that submitted the event has paid for its call. No request has for a destination's
+    call, and none for each dead letter that is redriven."""
+    return event.depth == 0 and event.redriven == 0
 
 
 def _event_id(request: Request, tenant: str) -> str:

@@ -75,6 +75,7 @@ class DeployReply(msgspec.Struct, frozen=True):
     body=DeploySource,
     multipart=ADAPTER_FORM,
     errors=(409, 499, 504),
+    limits=("adapters", "bytes"),
 )
 async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
