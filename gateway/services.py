@@ -47,6 +47,7 @@ from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.changes import Changes
 from gateway.config import GatewayConfig, usage_directory
 from gateway.events.calls import EventCalls
+from gateway.events.destinations import Destinations
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
@@ -197,6 +198,13 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     windows = Windows(shared.link, accounting.last_hour, accounting.attainment, accounting.loads)
     warming = Warming(shared.cluster, fingerprint, functions, node_calls, hold=residency.hold)
     deploys = DeploySlots(config)
+    destinations = Destinations(
+        functions=functions,
+        callers=callers,
+        base_id=base.id,
+        hosts=config.webhook_hosts,
+        max_timeout=config.max_timeout,
+    )
     services = Services(
         calls=Calls(
             config=config,
@@ -207,7 +215,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
                 events=events,
                 inputs=inputs,
                 dispatcher=dispatcher,
-                webhook_hosts=config.webhook_hosts,
+                destinations=destinations,
                 store=store,
                 threads=threads,
             ),
@@ -236,6 +244,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
             changes=changes,
             templates=opened.templates,
             deploys=deploys,
+            destinations=destinations,
             sources=Sources(config.allowed_sources),
             source_threads=LeavableThreads(SOURCE_THREADS),
             cluster=shared.cluster,

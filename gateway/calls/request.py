@@ -217,7 +217,7 @@ class InputProcessor:
     def _timeout(self, stated: GenerationParams, target: Target) -> float:
         if stated.timeout is not None and stated.timeout > self.max_timeout:
             raise invalid("timeout", f"timeout may be at most {self.max_timeout:g} s here")
-        return stated.timeout or target.policy.timeout or self.request_timeout
+        return min(stated.timeout or target.policy.timeout or self.request_timeout, self.max_timeout)
 
     def _request(
         self,

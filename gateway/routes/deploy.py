@@ -119,6 +119,8 @@ async def _store(
 ) -> Response:
     problems: list[str] = []
     registry, staged = catalog.registry, None
+    aliases = ("latest",) if upload.alias is None else (upload.alias, "latest")
+    await catalog.destinations.check_policy(tenant, name, upload.policy or {}, within="policy.", aliases=aliases)
     await catalog.templates.check(
         tenant, upload.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."
     )

@@ -165,6 +165,7 @@ async def get_function(request: Request, catalog: Catalog, tenant: str) -> Respo
 async def change_policy(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
     policy = await read_message(request, catalog.config, dict[str, Any])
+    await catalog.destinations.check_policy(tenant, name, policy)
     await catalog.templates.check(tenant, policy, special=catalog.text.special, receive=request.receive)
     set_policy, memory = catalog.registry.changes.set_policy, await catalog.residency.provisionable()
     record = await catalog.functions.change(set_policy, tenant, name, policy, if_match(request), memory)
