@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.text import BaseText
+from gateway.background import background
 from gateway.batches.runner import make_batches
 from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
@@ -53,6 +53,7 @@ from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
 from gateway.events.metrics import EventMetrics
 from gateway.groups import Admin, Calls, Catalog, Nodes
+from gateway.jobs.host_clock import HostClock
 from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
@@ -80,10 +81,6 @@ TEXT_THREADS = 2
 SOURCE_THREADS = 4
 EVENT_THREADS = 8
 """Number of threads that write asynchronous calls to the store, and so the maximum of concurrent writes."""
-CLOCK_SECONDS = 60.0
-"""Difference between the clocks of this host and the store, in seconds, above which a warning is logged."""
-
-log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +93,6 @@ class Services:
     admin: Admin
     door: Door
     suggestions: Suggestions
-
-
-def _compare_clocks(store: ObjectStore) -> None:
-    """Logs a warning if this host's clock differs from the store's by more than CLOCK_SECONDS. Raises
-    StoreUnavailable."""
-    ahead = time() - store.now()
-    if abs(ahead) > CLOCK_SECONDS:
-        log.warning("this host's clock is %+.0f s from the registry's: usage is counted in other hours", ahead)
 
 
 @dataclass(frozen=True)
@@ -132,7 +121,6 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     """
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
-    await asyncio.to_thread(_compare_clocks, store)
     secret = read_secret(Path(config.secret_file))
     with (
         closing(Inspector(base)) as inspector,
@@ -300,6 +288,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     ]
     await running.enter_async_context(name_watch.running())
     await running.enter_async_context(windows.running())
+    await running.enter_async_context(background(HostClock(events.clock, time).run))
     if migration is not None:
         await running.enter_async_context(migration.running())
     await running.enter_async_context(warming.running())
