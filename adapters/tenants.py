@@ -60,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Requests per second that show something. A list of many entries counts as 10."""
     writes_per_second: Positive = 100
     """Requests per second that change something, other than calls."""
-    stored_calls: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] = 100_000
+    stored_calls: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] = 50_000
     """Maximum number of stored asynchronous calls, including those that have ended and are still kept."""
     stored_call_bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] = 4 << 30
     """Maximum total size of the records of stored asynchronous calls, in bytes."""

@@ -100,8 +100,9 @@ class Events:
         stored = await self.threads.read(self.store.find, event.tenant, event.id)
         if stored is None:
             await self._check_room(event.tenant, 1)
-            await self._quota.take(event.tenant, len(msgspec.json.encode(event)))
-            if await self.threads.write(self.store.add, event) is not None:
+            async with self._quota.room(event.tenant, len(msgspec.json.encode(event))):
+                added = await self.threads.write(self.store.add, event) is not None
+            if added:
                 self.announce()
                 return event
             stored = await self.threads.read(self.store.find, event.tenant, event.id)

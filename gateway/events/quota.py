@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
 
-from adapters.errors import NotFound, StoreUnavailable
+from adapters.errors import StoreUnavailable
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.tenants import Limits, Tenant
 from cluster.errors import ServiceError
@@ -23,8 +24,9 @@ from gateway.events.records import records_prefix
 
 COUNTED_FOR_S = 300.0
 """Seconds for which a count is used while it has room."""
-RECOUNT_S = 30.0
-"""Minimum seconds between two counts of a tenant."""
+RECOUNT_S = 60.0
+"""Minimum seconds between two counts of a tenant. A count of 50,000 in a directory takes about a second of processor
+time."""
 FIRST_COUNT_S = 5.0
 COUNTED_PART = 1 / 20
 """Part of a limit after which this worker's own additions lead to a new count."""
@@ -40,12 +42,15 @@ AccountOf = Callable[[str], Awaitable[Tenant]]
 
 @dataclass
 class _Count:
-    """Number and bytes of a tenant's records: those of the last count, and those added since."""
+    """Number and bytes of a tenant's records: those of the last count, those added since (`new`), and those that are
+    being written (`open`)."""
 
     calls: int = 0
     bytes: int = 0
     new_calls: int = 0
     new_bytes: int = 0
+    open_calls: int = 0
+    open_bytes: int = 0
     counted_at: float = -inf
     counting: asyncio.Task[None] | None = None
 
@@ -60,7 +65,8 @@ class _Count:
 
     def problem(self, limits: Limits, size: int) -> str | None:
         """Returns which limit one more record of `size` bytes would exceed; None if there is room."""
-        calls, total = self.calls + self.new_calls, self.bytes + self.new_bytes
+        calls = self.calls + self.new_calls + self.open_calls
+        total = self.bytes + self.new_bytes + self.open_bytes
         if calls >= limits.stored_calls:
             limit = f"{limits.stored_calls} (limits.stored_calls)"
             return f"the tenant has {calls} asynchronous calls stored, and may have {limit}"
@@ -77,12 +83,30 @@ class CallQuota:
         self._store, self._threads, self._account_of = store, threads, account_of
         self._counts: dict[str, _Count] = {}
 
-    async def take(self, tenant: str, size: int) -> None:
-        """Counts one more record of `size` bytes. Raises ServiceError `rate_limited` without room, StoreUnavailable."""
+    @asynccontextmanager
+    async def room(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Keeps room for a record of `size` bytes while the context writes it. Without an exception the record counts
+        from then on.
+
+        Raises ServiceError `rate_limited` without room, NotFound for an unknown tenant, StoreUnavailable.
+        """
+        limits = (await self._account_of(tenant)).limits
+        count = await self._count_of(tenant, limits)
+        if (problem := count.problem(limits, size)) is not None:
+            why = f"{problem}; ended ones are removed after a day, dead letters after a week"
+            raise ServiceError("rate_limited", why, retry_after=FULL_RETRY_AFTER_S)
+        count.open_calls += 1
+        count.open_bytes += size
         try:
-            limits = (await self._account_of(tenant)).limits
-        except NotFound:  # the tenant is being removed, together with its calls
-            return
+            yield
+            count.new_calls += 1
+            count.new_bytes += size
+        finally:
+            count.open_calls -= 1
+            count.open_bytes -= size
+
+    async def _count_of(self, tenant: str, limits: Limits) -> _Count:
+        """Returns the tenant's count, after its first one if that ends in time. Begins another one if it is due."""
         if tenant not in self._counts and len(self._counts) >= MAX_COUNTS:
             self._forget_idle()
         count = self._counts.setdefault(tenant, _Count())
@@ -90,17 +114,18 @@ class CallQuota:
             count.counting = asyncio.create_task(self._recount(tenant, count, limits.stored_calls))
         if count.counted_at == -inf and count.counting is not None:
             await asyncio.wait({count.counting}, timeout=FIRST_COUNT_S)
-        if (problem := count.problem(limits, size)) is not None:
-            why = f"{problem}; ended ones are removed after a day, dead letters after a week"
-            raise ServiceError("rate_limited", why, retry_after=FULL_RETRY_AFTER_S)
-        count.new_calls += 1
-        count.new_bytes += size
+        return count
 
     def _forget_idle(self) -> None:
-        self._counts = {tenant: count for tenant, count in self._counts.items() if count.counting is not None}
+        self._counts = {
+            tenant: count for tenant, count in self._counts.items() if count.counting is not None or count.open_calls
+        }
 
     async def _recount(self, tenant: str, count: _Count, max_calls: int) -> None:
-        """Counts the tenant's records in the store, up to `max_calls`. If the store fails, the earlier count stays."""
+        """Counts the tenant's records in the store, up to `max_calls`. If the store fails, the earlier count stays.
+
+        Records that are written meanwhile may be counted twice until the next count, but none is missed.
+        """
         calls = size = 0
         added, added_bytes, after = count.new_calls, count.new_bytes, ""
         prefix = records_prefix(tenant)
