@@ -59,6 +59,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
             yield {
                 "groups": groups,
                 "callers": services.calls.callers,
+                "pay": services.door.pay,
                 "suggestions": services.suggestions,
                 "metrics": counted,
             }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gateway.changes import Changes
     from gateway.config import GatewayConfig
     from gateway.events.calls import EventCalls
+    from gateway.events.destinations import Destinations
     from gateway.events.events import Events
     from gateway.residency.residency import Residency
     from gateway.residency.warming import Warming
@@ -74,6 +75,7 @@ class Catalog:
     changes: Changes
     templates: ChatTemplates
     deploys: DeploySlots
+    destinations: Destinations
     sources: Sources
     source_threads: LeavableThreads
     cluster: ClusterState

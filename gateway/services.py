@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.text import BaseText
+from gateway.background import background
 from gateway.batches.runner import make_batches
 from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
@@ -38,6 +38,7 @@ from gateway.calls.routing import Router
 from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
+from gateway.catalog.door import Door
 from gateway.catalog.functions import Functions
 from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.store_probe import StoreProbe
@@ -46,11 +47,13 @@ from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
 from gateway.changes import Changes
 from gateway.config import GatewayConfig, usage_directory
 from gateway.events.calls import EventCalls
+from gateway.events.destinations import Destinations
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
 from gateway.events.metrics import EventMetrics
 from gateway.groups import Admin, Calls, Catalog, Nodes
+from gateway.jobs.host_clock import HostClock
 from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
@@ -78,29 +81,18 @@ TEXT_THREADS = 2
 SOURCE_THREADS = 4
 EVENT_THREADS = 8
 """Number of threads that write asynchronous calls to the store, and so the maximum of concurrent writes."""
-CLOCK_SECONDS = 60.0
-"""Difference between the clocks of this host and the store, in seconds, above which a warning is logged."""
-
-log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Groups of parts for the routes, and the suggestions for the boundary."""
+    """Groups of parts for the routes, the door that all requests pass, and the suggestions for the boundary."""
 
     calls: Calls
     catalog: Catalog
     nodes: Nodes
     admin: Admin
+    door: Door
     suggestions: Suggestions
-
-
-def _compare_clocks(store: ObjectStore) -> None:
-    """Logs a warning if this host's clock differs from the store's by more than CLOCK_SECONDS. Raises
-    StoreUnavailable."""
-    ahead = time() - store.now()
-    if abs(ahead) > CLOCK_SECONDS:
-        log.warning("this host's clock is %+.0f s from the registry's: usage is counted in other hours", ahead)
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,6 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     """
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
-    await asyncio.to_thread(_compare_clocks, store)
     secret = read_secret(Path(config.secret_file))
     with (
         closing(Inspector(base)) as inspector,
@@ -176,6 +167,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
         EventStore(store, EventMetrics(metrics.registry)),
         StoreThreads(config.store_seconds, EVENT_THREADS),
         shared.events,
+        account_of=callers.account,
     )
     changes = Changes(
         store=store,
@@ -194,6 +186,13 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     windows = Windows(shared.link, accounting.last_hour, accounting.attainment, accounting.loads)
     warming = Warming(shared.cluster, fingerprint, functions, node_calls, hold=residency.hold)
     deploys = DeploySlots(config)
+    destinations = Destinations(
+        functions=functions,
+        callers=callers,
+        base_id=base.id,
+        hosts=config.webhook_hosts,
+        max_timeout=config.max_timeout,
+    )
     services = Services(
         calls=Calls(
             config=config,
@@ -204,7 +203,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
                 events=events,
                 inputs=inputs,
                 dispatcher=dispatcher,
-                webhook_hosts=config.webhook_hosts,
+                destinations=destinations,
                 store=store,
                 threads=threads,
             ),
@@ -233,6 +232,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
             changes=changes,
             templates=opened.templates,
             deploys=deploys,
+            destinations=destinations,
             sources=Sources(config.allowed_sources),
             source_threads=LeavableThreads(SOURCE_THREADS),
             cluster=shared.cluster,
@@ -268,6 +268,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
             usage=opened.usage,
             windows=windows,
         ),
+        door=Door(callers, shared.limits, metrics, config.call_body),
         suggestions=Suggestions(registry, threads, monotonic),
     )
     await callers.learn_tenants()
@@ -287,6 +288,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     ]
     await running.enter_async_context(name_watch.running())
     await running.enter_async_context(windows.running())
+    await running.enter_async_context(background(HostClock(events.clock, time).run))
     if migration is not None:
         await running.enter_async_context(migration.running())
     await running.enter_async_context(warming.running())

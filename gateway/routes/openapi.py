@@ -96,6 +96,8 @@ def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
         "parameters": list(operation.parameters),
         "responses": _responses(operation, schemas),
     }
+    if operation.limits:
+        described["x-garnish-limits"] = list(operation.limits)
     if not operation.key:
         described["security"] = []
     content: dict[str, Any] = {}
