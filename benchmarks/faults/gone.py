@@ -57,6 +57,7 @@ GONE_S, BACK_S = 3.0, 2.0
 RECOVERY_S = 60.0
 MAX_EXAMPLES = 40
 """Number of wrong replies that the report shows."""
+TRACE_CHARACTERS = 600
 MAY_CUT = ("descriptors", "memory")
 BUCKET = "gone"
 
@@ -172,6 +173,16 @@ def _problem(status: int, retry_after: str | None, path: str, text: str) -> str:
     return "no Retry-After" if status == 503 and retry_after is None else ""
 
 
+def _stack_traces(logs: Path) -> dict[str, int]:
+    """Returns how often each stack trace is in the logs: their last characters, the most frequent first."""
+    counts = Counter[str]()
+    for log in logs.glob("*.log"):
+        for line in log.read_text(errors="replace").splitlines():
+            if "Traceback" in line:
+                counts[line[-TRACE_CHARACTERS:]] += 1
+    return dict(counts.most_common(MAX_EXAMPLES))
+
+
 def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     seconds = 20.0 if options.quick else options.minutes * 60
     adapter = example_adapter(options.model, "dragon")
@@ -197,6 +208,7 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         fuzz = Fuzz(service, adapter, resources, options.seed)
         asyncio.run(fuzz.run(seconds))
         missing = lost(service, fuzz.outcomes.acknowledged)
+        traces = _stack_traces(state / "logs")
     outcomes = fuzz.outcomes
     figures: dict[str, float] = {
         name: outcomes.counts[name] for name in ("calls", "unanswered", "cut", "wrong", "unrecovered")
@@ -206,7 +218,12 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         away or "none": {"statuses": dict(statuses), "longest_s": round(outcomes.longest_s[away], 2)}
         for away, statuses in outcomes.statuses.items()
     }
-    row = {"by_resource": by_resource, "examples": outcomes.examples, "missing": missing[:MAX_EXAMPLES]}
+    row = {
+        "by_resource": by_resource,
+        "examples": outcomes.examples,
+        "missing": missing[:MAX_EXAMPLES],
+        "stack_traces": traces,
+    }
     settings = {"seconds": seconds, "callers": CALLERS, "routes": len(REQUESTS), "disk": has_disk}
     return report("gone", settings | {"model": options.model.name}, options.seed, [row], figures)
 

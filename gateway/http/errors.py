@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from typing import Any
 
@@ -12,6 +13,11 @@ from adapters import errors as adapter_errors
 from cluster.errors import ServiceError
 
 STORE_RETRY_AFTER = 2.0
+RESOURCE_RETRY_AFTER = 2.0
+EXHAUSTED = {errno.EMFILE: "descriptors", errno.ENFILE: "descriptors", errno.ENOMEM: "memory"}
+"""Resources of the process by the error number that says that none is left."""
+MAX_CAUSES = 8
+"""Number of errors in a chain of causes that are examined."""
 INSPECTION_RETRY_AFTER = 5.0
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
@@ -58,7 +64,27 @@ def to_service_error(error: BaseException) -> ServiceError:
     for kind, (error_type, retry_after) in AS_THEY_SAY.items():
         if isinstance(error, kind):
             return ServiceError(error_type, str(error), retry_after=retry_after)
+    if missing := exhausted_resource(error):
+        return ServiceError("unavailable", f"the gateway is short of {missing}", retry_after=RESOURCE_RETRY_AFTER)
     return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")
+
+
+def exhausted_resource(error: BaseException | None) -> str:
+    """Returns the resource of this process that an error says is exhausted; empty for other errors.
+
+    Looks at the errors that caused it, too: libraries wrap a failed `socket()` or `open()` in errors of their own.
+    """
+    for _ in range(MAX_CAUSES):
+        if isinstance(error, OSError) and error.errno in EXHAUSTED:
+            return EXHAUSTED[error.errno]
+        if isinstance(error, MemoryError):
+            return EXHAUSTED[errno.ENOMEM]
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return "threads or memory"
+        if error is None:
+            return ""
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def is_unexpected(error: BaseException) -> bool:
