@@ -106,10 +106,12 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.pages.tables
 	$(BIN)/python -m benchmarks.pages.plots
 
-# Half an hour: parts of a service are killed, a minute apart and in a storm; docs/results/benchmarks.md.
+# An hour: parts of a service are killed, a minute apart and in a storm, and resources are taken away in the middle of
+# calls of every route; docs/results/benchmarks.md.
 chaos: install-dev demo-model
 	$(BIN)/python -m benchmarks.faults.chaos --minutes 10 --every 60 --json benchmarks/results/chaos_minute.json
 	$(BIN)/python -m benchmarks.faults.chaos --minutes 20 --json benchmarks/results/chaos.json
+	$(BIN)/python -m benchmarks.faults.gone --minutes 30 --json benchmarks/results/gone.json
 	$(BIN)/python -m benchmarks.pages.tables
 
 # Hours: 128 adapters, then 1,000, called as a trace calls functions; docs/results/benchmarks.md.
