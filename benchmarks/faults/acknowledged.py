@@ -24,11 +24,11 @@ REST_S = 300.0
 class Acknowledged:
     """Names and ids by kind."""
 
-    made: dict[str, list[str]] = field(default_factory=dict)
+    by_kind: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        return sum(map(len, self.made.values()))
+        return sum(map(len, self.by_kind.values()))
 
     def add(self, request: Request, text: str, ids: dict[str, list[str]]) -> None:
         """Records what a 2xx reply has made. Adds its id to the ids that later requests use."""
@@ -39,7 +39,7 @@ class Acknowledged:
         if request.makes == "function" and int(value.rpartition("-")[2]) % DELETED_SHARE == 0:
             ids.setdefault("deleted", []).append(value)
             return
-        self.made.setdefault(request.makes, []).append(value)
+        self.by_kind.setdefault(request.makes, []).append(value)
         parameter = {"event": "id", "file": "file_id", "batch": "batch_id"}.get(request.makes)
         if parameter:
             ids.setdefault(parameter, []).append(value)
@@ -60,7 +60,7 @@ def lost(service: HttpService, acknowledged: Acknowledged) -> list[str]:
             "batch": lambda name: _ended(client, f"/v1/batches/{name}", "status", BATCH_ENDED, deadline),
         }
         for kind, check in checks.items():
-            for name in acknowledged.made.get(kind, ()):
+            for name in acknowledged.by_kind.get(kind, ()):
                 if problem := check(name):
                     missing.append(f"{kind} {name if kind != 'key' else TENANT}: {problem}")
     return missing

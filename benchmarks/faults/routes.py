@@ -30,21 +30,22 @@ class Names:
     draw: random.Random
     ids: dict[str, list[str]] = field(default_factory=dict)
     """ids by the name of their path parameter, oldest first"""
-    made: int = 0
+    count: int = 0
+    """number of new names so far"""
 
     def new(self, prefix: str) -> str:
-        self.made += 1
-        return f"{prefix}-{self.made}"
+        self.count += 1
+        return f"{prefix}-{self.count}"
 
     def any(self, parameter: str) -> str:
         """Returns an id that some request has made, or one that was never made."""
-        known = self.ids.get(parameter, [])
-        return self.draw.choice(known) if known else "unknown-1"
+        existing = self.ids.get(parameter, [])
+        return self.draw.choice(existing) if existing else "unknown-1"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request."""
+    """HTTP request of a route."""
 
     path: str
     json: Any = None

@@ -45,7 +45,8 @@ def gone_table(document: dict[str, Any]) -> str:
     figures, settings, row = document["figures"], document["settings"], document["rows"][0]
     text = (
         f"{settings['model']}, {settings['seconds'] / 60:.0f} minutes, {settings['callers']} callers of "
-        f"{settings['routes']} routes, {figures['calls']:.0f} calls, {figures['acknowledged']:.0f} changes acknowledged."
+        f"{settings['routes']} routes, "
+        f"{figures['calls']:.0f} calls, {figures['acknowledged']:.0f} acknowledged changes."
     )
     cells = []
     for name, replies in sorted(row["by_resource"].items()):
