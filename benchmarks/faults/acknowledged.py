@@ -1,4 +1,4 @@
-"""What replies have acknowledged in benchmarks/faults/gone.py, and which of it is missing at the end."""
+"""Records what replies have acknowledged in benchmarks/faults/gone.py, and finds what is missing at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.batches.messages import ENDED as BATCH_ENDED
 from gateway.events.records import ENDED as EVENT_ENDED
 
 DELETED_SHARE = 3
-"""Of each DELETED_SHARE deployed functions, one may be deleted again."""
+"""Number of deployed functions of which one may be deleted again."""
 REST_S = 300.0
 """Seconds within which all must have ended: what a killed worker ran is queued again two minutes later."""
 
