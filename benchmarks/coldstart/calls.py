@@ -37,7 +37,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ReportedCall:
     """A call as it is reported. `state`: where the adapter was; times in ms."""
 
     round: int
@@ -55,17 +55,17 @@ class Kept:
         return " ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in astuple(self))
 
 
-KEPT = " ".join(field.name for field in fields(Kept))
-_TYPES = tuple(get_type_hints(Kept)[field.name] for field in fields(Kept))
+CALL_COLUMNS = " ".join(field.name for field in fields(ReportedCall))
+_TYPES = tuple(get_type_hints(ReportedCall)[field.name] for field in fields(ReportedCall))
 
 
-def parse_kept(text: str) -> Kept:
-    """Reads what Kept.text wrote."""
-    return Kept(*(kind(value) for value, kind in zip(text.split(), _TYPES, strict=True)))
+def parse_call(text: str) -> ReportedCall:
+    """Reads what ReportedCall.text wrote."""
+    return ReportedCall(*(kind(value) for value, kind in zip(text.split(), _TYPES, strict=True)))
 
 
-def keep(number: int, answer: Answer) -> Kept:
-    return Kept(
+def report_call(number: int, answer: Answer) -> ReportedCall:
+    return ReportedCall(
         number, int(answer.model[1:]), answer.state, answer.plan, answer.layers_cpu, answer.layers_device,
         answer.exposed_s * 1e3, answer.forecast_s * 1e3, answer.ttft * 1e3, answer.e2e * 1e3,
     )  # fmt: skip
@@ -103,7 +103,7 @@ async def rounds(
     warm: int,
     count: int,
     tokens: int,
-) -> AsyncIterator[list[tuple[str, Column, int, list[Kept]]]]:
+) -> AsyncIterator[list[tuple[str, Column, int, list[ReportedCall]]]]:
     """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them,
     in which the services are called one after another: each is called when the one before has ended its measurements.
 
@@ -138,7 +138,7 @@ async def rounds(
                 planned = draw.calls(column, at_once, cold)
                 for mode in draw.shuffled(list(services)):
                     answers = await call(mode, planned)
-                    cells.append((mode, column, at_once, [keep(number, answer) for answer in answers]))
+                    cells.append((mode, column, at_once, [report_call(number, answer) for answer in answers]))
             yield cells
 
 

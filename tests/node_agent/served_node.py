@@ -17,7 +17,7 @@ from aiohttp import web
 from cluster.frames import Frames
 from cluster.http_protocol import BoundedHttp
 from cluster.messages import Event, GenerateRequest, Sampling, decode_event
-from cluster.news import WHOLE, Facts, NodeRecord, NodeReport, Resident, record_from
+from cluster.news import FULL_REPORT, Facts, NodeRecord, NodeReport, Resident, record_from
 from cluster.secret import authorization, create_secret
 from node_agent.api.app import create_app, listen, url_of
 from node_agent.api.request import read_limits
@@ -85,7 +85,7 @@ class Node:
         async with self.session.get(self.url + "/record") as response:
             assert response.status == 200
             told = msgspec.msgpack.decode(await response.read(), type=NodeReport)
-            assert told.facts is not None and told.changes.since == WHOLE
+            assert told.facts is not None and told.changes.since == FULL_REPORT
             self.residents = told.changes.residents
             return record_from(told.heartbeat, told.facts)
 
