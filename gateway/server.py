@@ -18,6 +18,7 @@ from gunicorn.glogging import Logger
 from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
+from cluster.descriptors import raise_limit
 from cluster.lifeline import die_with_parent
 from cluster.logs import log_handler, set_up_logging
 from cluster.redis_link import RedisAway, check_redis
@@ -44,6 +45,7 @@ def run(config: GatewayConfig) -> None:
     """Serves until SIGTERM or SIGINT, then exits the process. Raises ConfigError before a socket is bound."""
     check_config(config)
     set_up_logging(PROCESS)
+    raise_limit()
     if config.redis is not None:
         try:
             check_redis(config.redis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 from typing import Any
 
 import msgspec
@@ -141,8 +140,8 @@ def openai_status(error: ServiceError) -> int:
 def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns the status, JSON body and extra headers of an error reply."""
     headers: dict[str, str] = {}
-    if error.type in ("rate_limited", "overloaded", "unavailable"):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
+    if error.retry_seconds is not None:
+        headers["retry-after"] = str(error.retry_seconds)
     if error.type == "unauthenticated":
         headers["www-authenticate"] = "Bearer"
     if path == "/v1" or path.startswith("/v1/"):

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from cluster.http_protocol import mark_keyed
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
 from gateway.http.rates import CALL, READ, WRITE, Pay, RouteRate
 from gateway.http.stopwatch import Stopwatch
@@ -238,6 +239,8 @@ class Routes(list[Operation], Generic[G]):
             @wraps(handler)
             async def endpoint(request: Request) -> ASGIApp:
                 arguments = await enter(request)
+                if key:
+                    mark_keyed(request.scope)
                 known_only(request, *queries)
                 return await handler(request, *arguments)
 

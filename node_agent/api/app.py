@@ -20,8 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.descriptors import raise_limit
 from cluster.errors import ServiceError
-from cluster.http_protocol import BoundedHttp
+from cluster.http_protocol import BoundedHttp, mark_keyed
 from cluster.logs import set_up_logging
 from cluster.news import RECORD_INTERVAL
 from cluster.secret import is_authorized, read_secret
@@ -121,11 +122,14 @@ class RequireSecret:
                 error = ServiceError("unauthenticated", "the cluster secret is missing or wrong")
                 await error_response(error)(scope, receive, send)
                 return
+            mark_keyed(scope)
         await self._app(scope, receive, send)
 
 
 def error_response(error: ServiceError) -> Response:
-    return JSONResponse({"error": {"type": error.type, "message": error.message}}, status_code=error.status)
+    headers = {} if error.retry_seconds is None else {"retry-after": str(error.retry_seconds)}
+    body = {"error": {"type": error.type, "message": error.message}}
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
@@ -207,5 +211,6 @@ def main() -> None:
     config = read_config(ApiProcessConfig)
     die_with_parent(config.parent)
     set_up_logging("api")
+    raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
