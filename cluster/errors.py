@@ -23,6 +23,7 @@ STATUS = {
     "node_failed": 502,
     "unavailable": 503,
     "timeout": 504,
+    "insufficient_storage": 507,
 }
 """HTTP status of each error type of the public API."""
 
@@ -31,7 +32,7 @@ class ServiceError(Exception):
     """Failure whose type, message and details may be shown to the caller.
 
     `param` names the offending field, if there is one. `details` lists several problems. `retry_after` (seconds) is
-    sent with 429 and 503.
+    sent with 429, 503 and 507.
     """
 
     def __init__(

@@ -13,6 +13,8 @@ from cluster.errors import ServiceError
 
 STORE_RETRY_AFTER = 2.0
 INSPECTION_RETRY_AFTER = 5.0
+FULL_RETRY_AFTER = 30.0
+REGISTRY_FULL = "the registry can't be written to, because its disk is full or read-only"
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
 """Maximum characters of an error's `param` and message in a reply. Both may quote the request, which may be a megabyte
@@ -41,6 +43,12 @@ def invalid(param: str | None, message: str) -> ServiceError:
     return ServiceError("validation_failed", message, param=param)
 
 
+def no_room(what: str) -> ServiceError:
+    """Returns the error of a request that would store something where nothing can be stored now. `what`: which disk."""
+    advice = "nothing of this request was stored; send it again when the operator has made room"
+    return ServiceError("insufficient_storage", f"{what}: {advice}", retry_after=FULL_RETRY_AFTER)
+
+
 def to_service_error(error: BaseException) -> ServiceError:
     """Returns the error to show to the caller. Unexpected errors become `internal` without details."""
     match error:
@@ -51,6 +59,8 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("validation_failed", f"the adapter is refused: {error}", details=details)
         case adapter_errors.InvalidRequest():
             return invalid(error.param, str(error))
+        case adapter_errors.StoreFull():
+            return no_room(REGISTRY_FULL)
         case adapter_errors.StoreUnavailable() if not isinstance(error, adapter_errors.CorruptFunction):
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case HTTPException():
@@ -115,7 +125,7 @@ def openai_status(error: ServiceError) -> int:
 def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns the status, JSON body and extra headers of an error reply."""
     headers: dict[str, str] = {}
-    if error.type in ("rate_limited", "overloaded", "unavailable"):
+    if error.type in ("rate_limited", "overloaded", "unavailable", "insufficient_storage"):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
     if error.type == "unauthenticated":
         headers["www-authenticate"] = "Bearer"

@@ -225,7 +225,7 @@ class Routes(list[Operation], Generic[G]):
                     summary=summary,
                     replies=replies,
                     parameters=parameters,
-                    errors=_errors(path, details, errors),
+                    errors=_errors(method, path, details, errors),
                     key=key,
                     details=details,
                 )
@@ -258,9 +258,11 @@ def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> li
     ]
 
 
-def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
+def _errors(method: str, path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
     """Returns the error statuses of a route. OpenAI's clients don't know 422, so /v1 uses 400 instead."""
     statuses = {*errors, *details.get("errors", ())}
+    if method != "GET":
+        statuses.add(507)
     if "{" in path:
         statuses.add(404)
     if "body" in details or "multipart" in details:
