@@ -17,7 +17,9 @@ def is_full(error: OSError) -> bool:
 
 
 def store_error(error: OSError, what: str) -> StoreUnavailable:
-    """Returns StoreFull if the disk takes no more, else StoreUnavailable. `what` says what can't be used; the error's own
-    text may contain paths, so only its reason is taken over."""
+    """Returns StoreFull if the disk takes no more, else StoreUnavailable.
+
+    `what` says what can't be used. The error's own text may contain paths, so only its reason is taken over.
+    """
     kind = StoreFull if is_full(error) else StoreUnavailable
     return kind(f"{what} ({error.strerror or 'I/O error'})")

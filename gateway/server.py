@@ -26,7 +26,7 @@ from gateway.workers.metrics_memory import MetricsMemory, NoMetricsMemory
 
 PROCESS = "gateway"
 """Name of this process in log lines."""
-MEMORY_FOLDER = "/dev/shm"
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108  (gunicorn makes the files by mkstemp, and removes their names at once)
 """Folder for the files by which workers show gunicorn that they live. The files have no content, so a full disk or a
 read-only one does not matter, and neither does a full /dev/shm."""
 HEARTBEAT_SECONDS = 120
@@ -93,7 +93,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
         self._config = config
         self._memory = memory
         self._slot: int | None = None
-        """This worker's slot in `memory`, or in the arbiter that of the latest worker."""
+        """Slot of this worker in `memory`, or in the arbiter that of the latest worker."""
         super().__init__()
 
     def run(self) -> None:

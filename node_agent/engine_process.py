@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import msgspec
 

@@ -78,7 +78,7 @@ async def _store(nodes: Nodes) -> Check:
 
 async def _disk(nodes: Nodes) -> Check:
     """Returns the check of this gateway's disk. A full one is reported as a problem, but counts as ready, because calls
-    that store nothing go on."""
+    that store nothing continue."""
     return Check(ok=True, problem=await nodes.probe.disk_problem())
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from adapters.full_disk import is_full
-
 from gateway.usage.counts import Functions, UsageCounts, add_to
 
 MAX_SLOTS = 64

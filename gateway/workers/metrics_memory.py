@@ -49,35 +49,35 @@ class MetricsMemory:
             raise NoMetricsMemory(
                 error.errno, f"{size} MiB of address space for metrics are refused ({error.strerror}): raise the limit"
             ) from error
-        self._taken: list[bool] = [False] * slots
+        self._used_slots: list[bool] = [False] * slots
 
     def take(self) -> int | None:
         """Returns a free slot, preferably one that an earlier worker used; None if there is none. Called by the arbiter
         alone."""
-        free = (number for number, taken in enumerate(self._taken) if not taken)
+        free = (number for number, is_used in enumerate(self._used_slots) if not is_used)
         number = next(free, None)
         if number is not None:
-            self._taken[number] = True
+            self._used_slots[number] = True
         return number
 
     def release(self, number: int) -> None:
         """Frees the slot of a worker that has ended. Its gauges become invalid, its counters stay."""
         self.slot(number).clear_gauges()
-        self._taken[number] = False
+        self._used_slots[number] = False
 
     def slot(self, number: int) -> Slot:
         return Slot(self._map, number * self.slot_bytes, self.slot_bytes)
 
     def slots(self) -> Iterator[Slot]:
         """Yields the slots that have entries."""
-        for number in range(len(self._taken)):
+        for number in range(len(self._used_slots)):
             slot = self.slot(number)
             if slot.used:
                 yield slot
 
 
 class Slot:
-    """One worker's entries: each has a key, a value and a Unix time (0: not set)."""
+    """Entries of one worker: each has a key, a value and a Unix time (0: not set)."""
 
     def __init__(self, memory: mmap.mmap, start: int, size: int) -> None:
         self._memory, self._start, self._size = memory, start, size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from threading import Lock
@@ -17,14 +16,14 @@ from prometheus_client.utils import floatToGoString
 from gateway.workers.metrics_memory import MetricsMemory, Slot
 
 MODES = ("", "livesum", "livemostrecent")
-"""How gauges of several workers become one; empty for counters and histograms, which are added up."""
+"""Rules by which gauges of several workers become one; empty for counters and histograms, which are added up."""
 
 Labels = tuple[tuple[str, str], ...]
 log = logging.getLogger("gateway")
 
 
 class _Key(NamedTuple):
-    """What an entry's key says, in the order of its JSON list."""
+    """Fields of an entry's key, in the order of its JSON list."""
 
     type: str
     mode: str
@@ -38,7 +37,7 @@ def use_slot(slot: Slot) -> None:
     """Makes this process keep the values of all metrics that it creates from now on in `slot`. Continues the counters
     that an earlier worker left there."""
     slot.clear_gauges()
-    kept, lock, told = dict(slot.entries()), Lock(), False
+    places, lock, is_reported = dict(slot.entries()), Lock(), False
 
     class Value:
         """A value in the slot. Once the slot is full, further values are in this process alone and are not shown."""
@@ -61,12 +60,12 @@ def use_slot(slot: Slot) -> None:
             labels = list(zip(labelnames, labelvalues, strict=True))
             key = msgspec.json.encode(_Key(typ, multiprocess_mode, metric_name, name, labels, help_text))
             with lock:
-                if key not in kept and (place := slot.add(key)) is not None:
-                    kept[key] = place
-                self._place = kept.get(key)
+                if key not in places and (place := slot.add(key)) is not None:
+                    places[key] = place
+                self._place = places.get(key)
                 self._value = 0.0
                 if self._place is None:
-                    _tell_full()
+                    _report_full()
 
         def inc(self, amount: float) -> None:
             with lock:
@@ -95,11 +94,11 @@ def use_slot(slot: Slot) -> None:
             else:
                 slot.write(self._place, value, at)
 
-    def _tell_full() -> None:
-        nonlocal told
-        if not told:
+    def _report_full() -> None:
+        nonlocal is_reported
+        if not is_reported:
             log.error("this worker's memory for metrics is full: metrics of further names are not shown")
-        told = True
+        is_reported = True
 
     values.ValueClass = Value
 
@@ -115,11 +114,11 @@ class SummedMetrics(Collector):
         for slot in self._memory.slots():
             for raw, place in slot.entries():
                 key = msgspec.json.decode(raw, type=_Key)
-                known = sums.get(key.metric)
-                if known is None:
-                    known = sums[key.metric] = _Sum(Metric(key.metric, key.help, key.type))
-                known.add(key, *slot.read(place))
-        return [known.metric() for known in sums.values()]
+                summed = sums.get(key.metric)
+                if summed is None:
+                    summed = sums[key.metric] = _Sum(Metric(key.metric, key.help, key.type))
+                summed.add(key, *slot.read(place))
+        return [summed.metric() for summed in sums.values()]
 
 
 class _Sum:
@@ -147,7 +146,8 @@ class _Sum:
             total = 0.0
             for bound, count in sorted(buckets.items()):
                 total += count
-                self._values[f"{self._metric.name}_bucket", (*labels, ("le", floatToGoString(bound)))] = total
+                text = floatToGoString(bound)  # type: ignore[no-untyped-call]
+                self._values[f"{self._metric.name}_bucket", (*labels, ("le", text))] = total
             self._values[f"{self._metric.name}_count", labels] = total
         for (name, labels), value in self._values.items():
             self._metric.add_sample(name, dict(labels), value)

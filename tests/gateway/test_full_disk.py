@@ -69,7 +69,11 @@ class Place:
 
 @contextmanager
 def place(
-    config: GatewayConfig, folder: Path, kind: str, workers: int, s3: str | None  # noqa: F811
+    config: GatewayConfig,  # noqa: F811
+    folder: Path,
+    kind: str,
+    workers: int,
+    s3: str | None,
 ) -> Iterator[Place]:
     with ExitStack() as stack:
         disk = stack.enter_context(small_disk(folder, "ext4" if kind == "ext4" else "tmpfs", 24))

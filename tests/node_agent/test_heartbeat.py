@@ -152,9 +152,7 @@ def test_the_supervisor_kills_an_engine_that_stands_still(
     output = tmp_path / "output"
     watch, config = Watch(memory, LOOK_S), msgspec.structs.replace(config_of(tmp_path), heartbeat=memory)
     ends: list[int] = []
-    child = Child(
-        "engine", "still", config, output=output, on_end=ends.append, watch=watch, inherited=memory
-    )
+    child = Child("engine", "still", config, output=output, on_end=ends.append, watch=watch, inherited=memory)
     now = 100.0
     child.tend(now)
     while not (output.exists() and b"beaten" in output.read_bytes()):

@@ -14,7 +14,6 @@ from gateway.catalog import store_probe
 from gateway.catalog.store_probe import READ_KEY, STORE_FULL, WRITE_KEY
 
 
-
 @pytest.fixture
 def running(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> Running:
     monkeypatch.setattr(store_probe, "WRITE_EVERY", 0.2)
