@@ -1,4 +1,4 @@
-"""Tells a disk without room, or one that is read-only, from other failures of files."""
+"""Distinguishes a disk without room, or a read-only one, from other failures of files."""
 
 from __future__ import annotations
 
