@@ -24,10 +24,11 @@ STATUS = {
     "node_failed": 502,
     "unavailable": 503,
     "timeout": 504,
+    "insufficient_storage": 507,
 }
 """HTTP status of each error type of the public API."""
 
-RETRIED = (429, 502, 503)
+RETRIED = (429, 502, 503, 507)
 """Statuses of errors that may pass by themselves."""
 
 

@@ -18,6 +18,8 @@ EXHAUSTED = {errno.EMFILE: "descriptors", errno.ENFILE: "descriptors", errno.ENO
 MAX_CAUSES = 8
 """Number of errors in a chain of causes that are examined."""
 INSPECTION_RETRY_AFTER = 5.0
+FULL_RETRY_AFTER = 30.0
+REGISTRY_FULL = "the registry can't be written to, because its disk is full or read-only"
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
 """Maximum characters of an error's `param` and message in a reply. Both may quote the request, which may be a megabyte
@@ -46,6 +48,12 @@ def invalid(param: str | None, message: str) -> ServiceError:
     return ServiceError("validation_failed", message, param=param)
 
 
+def no_room(what: str) -> ServiceError:
+    """Returns the error of a request that would store something where nothing can be stored now. `what`: which disk."""
+    advice = "nothing of this request was stored; send it again when the operator has made room"
+    return ServiceError("insufficient_storage", f"{what}: {advice}", retry_after=FULL_RETRY_AFTER)
+
+
 def to_service_error(error: BaseException) -> ServiceError:
     """Returns the error to show to the caller. Unexpected errors become `internal` without details."""
     match error:
@@ -56,6 +64,8 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("validation_failed", f"the adapter is refused: {error}", details=details)
         case adapter_errors.InvalidRequest():
             return invalid(error.param, str(error))
+        case adapter_errors.StoreFull():
+            return no_room(REGISTRY_FULL)
         case adapter_errors.StoreUnavailable() if not isinstance(error, adapter_errors.CorruptFunction):
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case HTTPException():

@@ -252,7 +252,7 @@ class Routes(list[Operation], Generic[G]):
                     summary=summary,
                     replies=replies,
                     parameters=parameters,
-                    errors=_errors(path, details, errors),
+                    errors=_errors(method, path, details, errors),
                     key=key,
                     rate=rate,
                     details=details,
@@ -295,9 +295,11 @@ def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> li
     ]
 
 
-def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
+def _errors(method: str, path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
     """Returns the error statuses of a route. OpenAI's clients don't know 422, so /v1 uses 400 instead."""
     statuses = {*errors, *details.get("errors", ())}
+    if method != "GET":
+        statuses.add(507)
     if "{" in path:
         statuses.add(404)
     if "body" in details or "multipart" in details:

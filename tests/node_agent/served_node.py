@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from node_agent.api.app import create_app, listen, url_of
 from node_agent.api.request import read_limits
 from node_agent.api.requests import RequestRegistry
 from node_agent.config import EngineConfig, NodeConfig
+from node_agent.heartbeat import heartbeat_memory
 from node_agent.ipc import Ready
 from tests.node_agent.scripted_engine import READY, ScriptedEngine
 
@@ -63,8 +65,17 @@ class Gateway:
 class Node:
     """A served node and the means to talk to it from both sides."""
 
-    def __init__(self, url: str, engine_socket: Path, secret: str, registry: RequestRegistry, gateway: Gateway) -> None:
+    def __init__(
+        self,
+        url: str,
+        engine_socket: Path,
+        secret: str,
+        registry: RequestRegistry,
+        gateway: Gateway,
+        heartbeat: int,
+    ) -> None:
         self.url = url
+        self.heartbeat = heartbeat
         self.socket = engine_socket
         self.secret = secret
         self.registry = registry
@@ -148,10 +159,11 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
         listener = listen(config.host, config.port)
         registry.url = url_of(listener, gateway_url)
         engine_socket = Path(config.run_dir) / "engine.sock"
-        app = create_app(config, engine_socket, registry, secret, INTERVAL_S)
+        heartbeat = heartbeat_memory()
+        app = create_app(config, engine_socket, registry, secret, INTERVAL_S, heartbeat)
         server = Server(uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="on"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        node = Node(registry.url, engine_socket, secret, registry, gateway)
+        node = Node(registry.url, engine_socket, secret, registry, gateway, heartbeat)
         try:
             await gateway.records.get()
             yield node
@@ -161,6 +173,7 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
             await node.session.close()
             server.ending.set()
             await serving
+            os.close(heartbeat)
 
 
 class Server(uvicorn.Server):
