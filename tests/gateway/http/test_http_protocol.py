@@ -309,7 +309,7 @@ def test_an_upload_that_fills_the_disk_ends_in_its_status(gateway: Running) -> N
         reply = requests.post(gateway.url + "/deploy/f", data=body, headers=headers, timeout=60)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "unavailable")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (507, "insufficient_storage")
     assert list(Path(gateway.config.tmp_dir).iterdir()) == []
 
 
