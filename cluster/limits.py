@@ -56,7 +56,7 @@ class Call(msgspec.Struct, frozen=True):
     """The tenant's other functions with reserved places; `limit` is the number reserved. Their unused reserved places
     count as taken from the tenant's limit. A call that stays within its own function's reserved places ignores them."""
     charge: Charge | None = None
-    """Charge that the call still owes; None if its request has paid, or is not limited."""
+    """Charge that the start of the call takes; None if its request has taken it, or calls are not limited."""
 
     @property
     def limited(self) -> bool:

@@ -61,7 +61,7 @@ def create_app(
             yield {
                 "groups": groups,
                 "callers": services.calls.callers,
-                "pay": services.door.pay,
+                "take_rate": services.rate_limiter.take,
                 "suggestions": services.suggestions,
                 "metrics": counted,
             }

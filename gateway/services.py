@@ -29,9 +29,9 @@ from gateway.calls.routing import Router
 from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
-from gateway.catalog.door import Door
 from gateway.catalog.functions import Functions
 from gateway.catalog.name_watch import NameWatch
+from gateway.catalog.rate_limiter import RateLimiter
 from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
 from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
@@ -75,13 +75,13 @@ EVENT_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Groups of parts for the routes, the door that all requests pass, and the suggestions for the boundary."""
+    """Groups of parts for the routes, the rate limits of all routes, and the suggestions for the boundary."""
 
     calls: Calls
     catalog: Catalog
     nodes: Nodes
     admin: Admin
-    door: Door
+    rate_limiter: RateLimiter
     suggestions: Suggestions
 
 
@@ -149,7 +149,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             catalog=_make_catalog(opened, records, traffic),
             nodes=_make_nodes(opened, records, traffic),
             admin=_make_admin(opened, records, traffic),
-            door=Door(records.callers, opened.shared.limits, metrics, config.call_body),
+            rate_limiter=RateLimiter(records.callers, opened.shared.limits, metrics, config.call_body),
             suggestions=Suggestions(records.registry, records.threads, monotonic),
         )
         leader = _make_leader(opened, _jobs(opened, records, traffic.residency, calls.events))

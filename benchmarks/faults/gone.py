@@ -10,7 +10,7 @@ killed or stopped, the object store fails or stays silent.
 - `unanswered`: calls without a reply within ANSWER_S.
 - `cut`: calls whose connection broke, unless descriptors or memory were gone.
 - `wrong`: replies that are no answer of the contract: a status 500, an error that is no JSON of the contract's shape,
-  or a 503 without `Retry-After`.
+  or a status that invites the caller to try again without `Retry-After`.
 - `unrecovered`: resources after which no call succeeded within RECOVERY_S.
 - `lost`: functions, tenants, keys, files, batches and asynchronous calls that were acknowledged and are not there, or
   have not ended, REST_S after the end.
@@ -35,20 +35,22 @@ from benchmarks.common.http_service import HttpService
 from benchmarks.common.report import STORIES, arguments, example_adapter, report, run_study
 from benchmarks.faults.acknowledged import Acknowledged, lost
 from benchmarks.faults.resources import (
+    DISK_MIB,
     Resource,
     descriptors,
     disk,
     memory,
+    proxied_store,
     redis_killed,
     redis_stopped,
-    s3_store,
-    small_disk,
     store_failing,
     store_silent,
 )
 from benchmarks.faults.rest import children
 from benchmarks.faults.routes import CALL, FUNCTION, REQUESTS, Names, Request
+from cluster.errors import RETRIED
 from tests.support.redis_server import redis_server
+from tests.support.small_disk import mounted
 
 CALLERS = 6
 ANSWER_S = 60.0
@@ -59,7 +61,6 @@ MAX_EXAMPLES = 40
 """Number of wrong replies that the report shows."""
 TRACE_CHARACTERS = 600
 MAY_CUT = ("descriptors", "memory")
-BUCKET = "gone"
 
 
 @dataclass
@@ -170,7 +171,7 @@ def _problem(status: int, retry_after: str | None, path: str, text: str) -> str:
         return "no error of the contract"
     if status == 500:
         return "an internal error"
-    return "no Retry-After" if status == 503 and retry_after is None else ""
+    return "no Retry-After" if status in RETRIED and retry_after is None else ""
 
 
 def _stack_traces(logs: Path) -> dict[str, int]:
@@ -188,22 +189,22 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     adapter = example_adapter(options.model, "dragon")
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(root))
-        proxy = stack.enter_context(s3_store(BUCKET))
+        registry, proxy = stack.enter_context(proxied_store())
         sizes = ", adapter_memory: 64MiB, host_memory: 64MiB, kv_memory: 64MiB"
         service = HttpService(
             options.model, [adapter], root / "s", "float32", 1, sizes, f"workers: 2, redis: '{redis.url}'",
-            registry=f"s3://{BUCKET}/registry",
+            registry=registry,
         )  # fmt: skip
         state = service.root / ".garnish"
-        has_disk = stack.enter_context(small_disk(state))
+        small = stack.enter_context(mounted(state, "tmpfs", DISK_MIB))
         stack.enter_context(service)
 
         def workers() -> list[int]:
             return children(service.pid)["worker"]
 
         resources = [redis_killed(redis), redis_stopped(redis), store_failing(proxy), store_silent(proxy)]
-        resources += [descriptors(workers), memory(workers), *([disk(state)] if has_disk else [])]
-        if not has_disk:
+        resources += [descriptors(workers), memory(workers), *([disk(small)] if small is not None else [])]
+        if small is None:
             print("NOT RUN: the disk; mounting a tmpfs needs the right to mount")
         fuzz = Fuzz(service, adapter, resources, options.seed)
         asyncio.run(fuzz.run(seconds))
@@ -224,7 +225,7 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "missing": missing[:MAX_EXAMPLES],
         "stack_traces": traces,
     }
-    settings = {"seconds": seconds, "callers": CALLERS, "routes": len(REQUESTS), "disk": has_disk}
+    settings = {"seconds": seconds, "callers": CALLERS, "routes": len(REQUESTS), "disk": small is not None}
     return report("gone", settings | {"model": options.model.name}, options.seed, [row], figures)
 
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.s3 import s3_server
 from tests.support.redis_server import RedisServer
 from tests.support.s3_proxy import Fault, Proxy
+from tests.support.small_disk import SmallDisk
 
-DISK_BYTES = 256 << 20
+DISK_MIB = 256
 FEW_DESCRIPTORS = 2
 """Number of descriptors that a process may still open."""
 FEW_BYTES = 4 << 20
 """Bytes of address space that a process may still map."""
 ALWAYS = 1 << 30
 """Number of requests that a fault of the store meets: all of them."""
+ENDPOINT = "AWS_ENDPOINT_URL_S3"
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,9 @@ def store_silent(proxy: Proxy) -> Resource:
     return Resource("store silent", lambda: proxy.faults.append(Fault("stall", times=ALWAYS)), proxy.faults.clear)
 
 
-def disk(folder: Path) -> Resource:
-    """Returns the disk that holds `folder`, which is filled by a file."""
-    ballast = folder / "ballast"
-
-    def fill() -> None:
-        with suppress(OSError), ballast.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 16))
-        with suppress(OSError), ballast.open("ab", buffering=0) as file:
-            while True:
-                file.write(b"\0")
-
-    return Resource("disk full", fill, lambda: ballast.unlink(missing_ok=True))
+def disk(small: SmallDisk) -> Resource:
+    """Returns a disk that is filled by a file."""
+    return Resource("disk full", small.fill, small.free)
 
 
 def descriptors(pids: Callable[[], list[int]]) -> Resource:
@@ -109,38 +100,9 @@ def _mapped(pid: int) -> int:
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Mounts a tmpfs of DISK_BYTES on `folder`. Yields False if this user may not mount."""
-    folder.mkdir(parents=True)
-    options = f"size={DISK_BYTES},mode=0700"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
-    try:
-        yield mounted.returncode == 0
-    finally:
-        if mounted.returncode == 0:
-            subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@contextmanager
-def s3_store(bucket: str) -> Iterator[Proxy]:
-    """Starts an S3 server with an empty bucket behind a proxy, to which boto3's environment variables point."""
-    script = Path(__file__).parents[2] / "tests" / "support" / "s3_server.py"
-    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None and server.stdin is not None
-        with Proxy(f"http://127.0.0.1:{int(server.stdout.readline())}") as proxy:
-            before = dict(os.environ)
-            os.environ |= {
-                "AWS_ENDPOINT_URL_S3": proxy.url, "AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "testing",
-                "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_CONFIG_FILE": os.devnull,
-                "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            }  # fmt: skip
-            try:
-                subprocess.run([sys.executable, "-c", _BUCKET, bucket], check=True)
-                yield proxy
-            finally:
-                os.environ.clear()
-                os.environ.update(before)
-        server.stdin.close()
-
-
-_BUCKET = "import boto3, sys; boto3.client('s3').create_bucket(Bucket=sys.argv[1])"
+def proxied_store() -> Iterator[tuple[str, Proxy]]:
+    """Starts an S3 server behind a proxy, to which boto3's environment variables point. Yields the URL of a registry in
+    an empty bucket, and the proxy."""
+    with s3_server() as url, Proxy(os.environ[ENDPOINT]) as proxy:
+        os.environ[ENDPOINT] = proxy.url
+        yield url, proxy

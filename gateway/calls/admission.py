@@ -13,7 +13,7 @@ from adapters.tenants import Tenant
 from cluster.errors import ServiceError
 from cluster.limits import Call, LimitState, Owner, Refusal
 from cluster.messages import GenerateRequest
-from gateway.catalog.door import charge_of, spend
+from gateway.catalog.rate_limiter import charge_of, spend
 from gateway.workers.metrics import Metrics
 
 T = TypeVar("T")
@@ -35,13 +35,14 @@ def call_of(
     requests: Sequence[GenerateRequest],
     *,
     yields: bool = False,
-    paid: bool = True,
+    rate_taken: bool = True,
 ) -> Call:
     """Returns the tokens and places that a call takes from its tenant's and its function's limits.
 
-    `yields`: True for a background call, which leaves some places to interactive calls. `paid`: False if no request has
-    paid for the call at the door, so that its start does. Raises ServiceError `validation_failed` if the call has more
-    choices than the limits allow at once.
+    `yields`: True for a background call, which leaves some places to interactive calls. `rate_taken`: False if
+    no request has taken the call from `rps`, so that its start does.
+
+    Raises ServiceError `validation_failed` if the call has more choices than the limits allow at once.
     """
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}
@@ -55,7 +56,7 @@ def call_of(
     return Call(
         tenant=tenant,
         tokens_per_minute=limits.tokens_per_minute,
-        charge=None if paid else charge_of(limits, "rps"),
+        charge=None if rate_taken else charge_of(limits, "rps"),
         tokens=sum(_prompt(request) + request.max_tokens for request in requests),
         places=len(requests),
         owners=tuple(

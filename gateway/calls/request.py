@@ -138,13 +138,10 @@ class InputProcessor:
             account = msgspec.structs.replace(account, slo=BACKGROUND_SLO)
         limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
         id, timeout = new_id(), max(deadline - time.monotonic(), 0.001)
+        of_choices = ((*each, choice) for each in zip(prompts, limits, strict=True) for choice in range(choices))
         requests = [
-            self._request(f"{id}-{number}", tokens, limit, choice, target, account, parameters, timeout)
-            for number, (tokens, limit, choice) in enumerate(
-                (tokens, limit, choice)
-                for tokens, limit in zip(prompts, limits, strict=True)
-                for choice in range(choices)
-            )
+            self._request(f"{id}-{number}", *each, target, account, parameters, timeout)
+            for number, each in enumerate(of_choices)
         ]
         call = call_of(
             account,
@@ -152,7 +149,7 @@ class InputProcessor:
             target.policy.max_concurrency,
             requests,
             yields=in_background,
-            paid=request.state.paid if in_background else True,
+            rate_taken=request.state.rate_taken if in_background else True,
         )
         watch.lap("tokenize")
         version = BASE if target.version is None else str(target.version)
@@ -274,11 +271,11 @@ def is_background(request: Request) -> bool:
     return bool(getattr(request.state, "spare_only", False))
 
 
-def background_request(request_id: str, path: str = "", body: bytes = b"", *, paid: bool = False) -> Request:
+def background_request(request_id: str, path: str = "", body: bytes = b"", *, rate_taken: bool = False) -> Request:
     """Returns the request of a call without a connection, which runs in spare capacity.
 
-    It looks like one of a client that never disconnects. `paid`: True if the request that submitted the call has taken
-    it from the tenant's `rps`.
+    It looks like one of a client that never disconnects. `rate_taken`: True if the request that submitted the call has
+    taken it from the tenant's `rps`.
     """
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -294,7 +291,7 @@ def background_request(request_id: str, path: str = "", body: bytes = b"", *, pa
         "headers": [],
         "query_string": b"",
         "path_params": {"target": path.removeprefix("/invoke/")},
-        "state": {"request_id": request_id, "spare_only": True, "paid": paid},
+        "state": {"request_id": request_id, "spare_only": True, "rate_taken": rate_taken},
     }
     return Request(scope, receive)
 

@@ -95,7 +95,7 @@ class EventCalls:
         except msgspec.ValidationError:
             raise NotKnownHere from None
         function, source = (event.function, event.qualifier), source_of(call, self.inputs.base.vocab_size)
-        request, watch = background_request(event.id, paid=is_paid(event)), Stopwatch()
+        request, watch = background_request(event.id, rate_taken=is_rate_taken(event)), Stopwatch()
         invocation = await self.inputs.prepare(
             request, event.tenant, watch, function=function, source=source, stated=call
         )
@@ -139,9 +139,9 @@ class EventCalls:
             raise ServiceError("validation_failed", why, param=f"{field}.webhook")
 
 
-def is_paid(event: EventRecord) -> bool:
-    """Returns whether the request that submitted the event has paid for its call. No request has for a destination's
-    call, and none for each dead letter that is redriven."""
+def is_rate_taken(event: EventRecord) -> bool:
+    """Returns whether the request that submitted the event has taken its call from `rps`. No request has done so for
+    a destination's call, or for each dead letter that is redriven."""
     return event.depth == 0 and event.redriven == 0
 
 

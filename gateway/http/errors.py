@@ -9,12 +9,11 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from adapters import errors as adapter_errors
+from cluster.descriptors import is_out_of_descriptors
 from cluster.errors import ServiceError
 
 STORE_RETRY_AFTER = 2.0
 RESOURCE_RETRY_AFTER = 2.0
-EXHAUSTED = {errno.EMFILE: "descriptors", errno.ENFILE: "descriptors", errno.ENOMEM: "memory"}
-"""Resources of the process by the error number that says that none is left."""
 MAX_CAUSES = 8
 """Number of errors in a chain of causes that are examined."""
 INSPECTION_RETRY_AFTER = 5.0
@@ -84,10 +83,10 @@ def exhausted_resource(error: BaseException | None) -> str:
     Looks at the errors that caused it, too: libraries wrap a failed `socket()` or `open()` in errors of their own.
     """
     for _ in range(MAX_CAUSES):
-        if isinstance(error, OSError) and error.errno in EXHAUSTED:
-            return EXHAUSTED[error.errno]
-        if isinstance(error, MemoryError):
-            return EXHAUSTED[errno.ENOMEM]
+        if isinstance(error, OSError) and is_out_of_descriptors(error):
+            return "descriptors"
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return "memory"
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             return "threads or memory"
         if error is None:

@@ -39,5 +39,5 @@ READ_MANY = RouteRate("reads_per_second", 10.0)
 """Rate of routes that may read a hundred objects or more."""
 WRITE = RouteRate("writes_per_second")
 
-Pay = Callable[[Request, str, RouteRate], Awaitable[None]]
+TakeRate = Callable[[Request, str, RouteRate], Awaitable[None]]
 """Function that takes a request's amount from a rate of its tenant. Raises ServiceError `rate_limited`."""

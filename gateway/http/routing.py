@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 
 from cluster.http_protocol import mark_keyed
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
-from gateway.http.rates import CALL, READ, WRITE, Pay, RouteRate
+from gateway.http.rates import CALL, READ, WRITE, RouteRate, TakeRate
 from gateway.http.stopwatch import Stopwatch
 
 G = TypeVar("G")
@@ -175,7 +175,7 @@ class Routes(list[Operation], Generic[G]):
 
         async def enter(request: Request) -> tuple[G, str]:
             tenant = await _authenticator(request).tenant(request)
-            await pay(request, tenant, rate)
+            await take_rate(request, tenant, rate)
             return self.group(request), tenant
 
         return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, rate, (TENANT,))
@@ -186,7 +186,7 @@ class Routes(list[Operation], Generic[G]):
         async def enter(request: Request) -> tuple[G, str, Stopwatch]:
             watch = Stopwatch()
             tenant = await _authenticator(request).tenant(request)
-            await pay(request, tenant, CALL)
+            await take_rate(request, tenant, CALL)
             watch.lap("auth")
             return self.group(request), tenant, watch
 
@@ -212,7 +212,7 @@ class Routes(list[Operation], Generic[G]):
         async def enter(request: Request) -> tuple[G, Caller]:
             caller = await _authenticator(request).caller(request)
             if caller.tenant is not None and not caller.admin:
-                await pay(request, caller.tenant, rate)
+                await take_rate(request, caller.tenant, rate)
             return self.group(request), caller
 
         return self._declare(enter, target, summary, replies, details, KEY_ERRORS, rate)
@@ -269,9 +269,9 @@ AdminHandler = Callable[[Request, G], Awaitable[ASGIApp]]
 CallerHandler = Callable[[Request, G, Caller], Awaitable[ASGIApp]]
 
 
-async def pay(request: Request, tenant: str, rate: RouteRate) -> None:
+async def take_rate(request: Request, tenant: str, rate: RouteRate) -> None:
     """Takes a request's amount from a rate of its tenant. Raises ServiceError `rate_limited`."""
-    await cast(Pay, request.state.pay)(request, tenant, rate)
+    await cast(TakeRate, request.state.take_rate)(request, tenant, rate)
 
 
 def _rate(target: str, details: Details) -> RouteRate:

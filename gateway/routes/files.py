@@ -18,7 +18,7 @@ from gateway.http.bodies import media_type
 from gateway.http.errors import invalid
 from gateway.http.rates import READ_MANY, RouteRate
 from gateway.http.responses import json_response
-from gateway.http.routing import Routes, parameter, pay
+from gateway.http.routing import Routes, parameter, take_rate
 
 routes = Routes(Calls)
 
@@ -87,7 +87,7 @@ async def get_file(request: Request, calls: Calls, tenant: str) -> Response:
 async def get_file_content(request: Request, calls: Calls, tenant: str) -> Response:
     record = await _record(request, calls, tenant)
     if pieces := record.bytes // READ_BYTES:  # each is one more read of the store
-        await pay(request, tenant, RouteRate("reads_per_second", pieces))
+        await take_rate(request, tenant, RouteRate("reads_per_second", pieces))
     headers = {"content-length": str(record.bytes), "x-content-type-options": "nosniff"}
     content = _content(calls, tenant, record)
     return StreamingResponse(content, headers=headers, media_type="application/octet-stream")

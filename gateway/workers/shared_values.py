@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from prometheus_client import Metric, values
@@ -37,70 +37,85 @@ def use_slot(slot: Slot) -> None:
     """Makes this process keep the values of all metrics that it creates from now on in `slot`. Continues the counters
     that an earlier worker left there."""
     slot.clear_gauges()
-    places, lock, is_reported = dict(slot.entries()), Lock(), False
+    values.ValueClass = type("SlotValue", (_Value,), {"worker": _Worker(slot)})
 
-    class Value:
-        """A value in the slot. Once the slot is full, further values are in this process alone and are not shown."""
 
-        _multiprocess = True
+class _Worker:
+    """Values of one worker in its slot."""
 
-        def __init__(
-            self,
-            typ: str,
-            metric_name: str,
-            name: str,
-            labelnames: Sequence[str],
-            labelvalues: Sequence[str],
-            help_text: str,
-            multiprocess_mode: str = "",
-            **_: Any,
-        ) -> None:
-            if multiprocess_mode not in MODES:
-                raise ValueError(f"{metric_name}: mode {multiprocess_mode!r} is not one of {MODES}")
-            labels = list(zip(labelnames, labelvalues, strict=True))
-            key = msgspec.json.encode(_Key(typ, multiprocess_mode, metric_name, name, labels, help_text))
-            with lock:
-                if key not in places and (place := slot.add(key)) is not None:
-                    places[key] = place
-                self._place = places.get(key)
-                self._value = 0.0
-                if self._place is None:
-                    _report_full()
+    def __init__(self, slot: Slot) -> None:
+        self.slot, self.lock = slot, Lock()
+        self._places = dict(slot.entries())
+        self._is_reported = False
 
-        def inc(self, amount: float) -> None:
-            with lock:
-                self._set(self._get() + amount, 0.0)
+    def place(self, key: bytes) -> int | None:
+        """Returns the place of a key's numbers, which is made if it is missing; None if the slot is full. Logs the
+        first such case."""
+        with self.lock:
+            if key not in self._places:
+                place = self.slot.add(key)
+                if place is None:
+                    self._report_full()
+                    return None
+                self._places[key] = place
+            return self._places[key]
 
-        def set(self, value: float, timestamp: float | None = None) -> None:
-            with lock:
-                self._set(value, timestamp or 0.0)
-
-        def get(self) -> float:
-            with lock:
-                return self._get()
-
-        def set_exemplar(self, exemplar: object) -> None:
-            """Drops the exemplar: it can't be added up."""
-
-        def get_exemplar(self) -> None:
-            return None
-
-        def _get(self) -> float:
-            return self._value if self._place is None else slot.read(self._place)[0]
-
-        def _set(self, value: float, at: float) -> None:
-            if self._place is None:
-                self._value = value
-            else:
-                slot.write(self._place, value, at)
-
-    def _report_full() -> None:
-        nonlocal is_reported
-        if not is_reported:
+    def _report_full(self) -> None:
+        if not self._is_reported:
             log.error("this worker's memory for metrics is full: metrics of further names are not shown")
-        is_reported = True
+        self._is_reported = True
 
-    values.ValueClass = Value
+
+class _Value:
+    """Value in the worker's slot, with the methods that prometheus_client calls. Once the slot is full, further values
+    are in this process alone and are not shown."""
+
+    _multiprocess = True
+    worker: ClassVar[_Worker]
+
+    def __init__(
+        self,
+        typ: str,
+        metric_name: str,
+        name: str,
+        labelnames: Sequence[str],
+        labelvalues: Sequence[str],
+        help_text: str,
+        multiprocess_mode: str = "",
+        **_: Any,
+    ) -> None:
+        if multiprocess_mode not in MODES:
+            raise ValueError(f"{metric_name}: mode {multiprocess_mode!r} is not one of {MODES}")
+        labels = list(zip(labelnames, labelvalues, strict=True))
+        key = msgspec.json.encode(_Key(typ, multiprocess_mode, metric_name, name, labels, help_text))
+        self._place, self._value = self.worker.place(key), 0.0
+
+    def inc(self, amount: float) -> None:
+        with self.worker.lock:
+            self._set(self._get() + amount, 0.0)
+
+    def set(self, value: float, timestamp: float | None = None) -> None:
+        with self.worker.lock:
+            self._set(value, timestamp or 0.0)
+
+    def get(self) -> float:
+        with self.worker.lock:
+            return self._get()
+
+    def set_exemplar(self, exemplar: object) -> None:
+        """Drops the exemplar: it can't be added up."""
+
+    def get_exemplar(self) -> None:
+        return None
+
+    def _get(self) -> float:
+        return self._value if self._place is None else self.worker.slot.read(self._place)[0]
+
+    def _set(self, value: float, at: float) -> None:
+        if self._place is None:
+            self._value = value
+        else:
+            self.worker.slot.write(self._place, value, at)
 
 
 class SummedMetrics(Collector):

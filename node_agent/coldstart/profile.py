@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from math import inf
 from pathlib import Path
 
 import msgspec
 
+from cluster.json_file import write_json
 from node_agent.coldstart.pass_times import PassSample
+
+log = logging.getLogger("garnish.engine")
 
 PROFILE_VERSION = 3
 MAX_PROFILE_BYTES = 1 << 20
@@ -152,3 +156,31 @@ def check(profile: Profile) -> None:
         raise ProfileError(f"cpu: {profile.key.workers} workers, of whom none answered when they were measured")
     if cpu is not None and not all(0 <= value < 1e3 for value in (cpu.fixed, cpu.per_element, cpu.per_product)):
         raise ProfileError("cpu: costs must not be negative")
+
+
+class ProfileFile:
+    """File in which a node keeps its profile for the next start; none without a path."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def read(self, key: ProfileKey) -> Profile | None:
+        """Returns the stored profile with this key. Returns None if there is none, or if it can't be used; the reason
+        is logged."""
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            return read_profile(self._path, key)
+        except (ProfileError, OSError) as error:
+            log.warning("the profile is measured again", extra={"reason": str(error)})
+            return None
+
+    def write(self, profile: Profile) -> None:
+        """Writes the profile. A failure is logged; the next start then measures again."""
+        if self._path is None:
+            return
+        try:
+            check(profile)  # a worker that does not answer now may do so later
+            write_json(profile, self._path)
+        except (ProfileError, OSError) as error:
+            log.warning("the profile is not kept", extra={"reason": str(error)})

@@ -15,7 +15,6 @@ from statistics import median
 from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
-from cluster.json_file import write_json
 from kernels.handoff import UnsupportedMachine
 from node_agent.coldstart.auto_workers import (
     JUDGED,
@@ -34,7 +33,7 @@ from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.learning import LearntLink
 from node_agent.coldstart.measure import SHORT, measure
 from node_agent.coldstart.pass_times import ROUNDS, CallKind
-from node_agent.coldstart.profile import Profile, ProfileError, check, read_profile
+from node_agent.coldstart.profile import ProfileFile
 from node_agent.coldstart.setup import check_handoff, profile_key
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.worker_start import (
@@ -77,8 +76,8 @@ class WorkerManager:
         """`threads`: torch threads of the engine while no worker is armed."""
         self.engine, self.config, self.base, self.threads = engine, config, base, threads
         self.starts = engine.cold_start
-        self._file = Path(config.profile) if config.profile else None
         self._key = profile_key(engine, config, base)
+        self._file = ProfileFile(Path(config.profile) if config.profile else None)
         self._judged_rate, self._judge_at = 0.0, 0.0
         self._starting: WorkerPool | None = None
         """workers that are starting, or are measured again, while the node serves"""
@@ -92,7 +91,7 @@ class WorkerManager:
         if starts.mode.plans == ("wait",):
             starts.decision = WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
             return
-        stored = self._read()
+        stored = self._file.read(self._key)
         profile = stored or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
         starts.use(profile, None)
         why = refusal(config)
@@ -374,28 +373,13 @@ class WorkerManager:
 
     # --- storage and reports
 
-    def _read(self) -> Profile | None:
-        if self._file is None or not self._file.exists():
-            return None
-        try:
-            return read_profile(self._file, self._key)
-        except (ProfileError, OSError) as error:
-            log.warning("the profile is measured again", extra={"reason": str(error)})
-            return None
-
     def _write(self) -> None:
-        """Writes the profile for the next start, if it has a file. A failure is logged; the next start then measures
-        again."""
-        if self._file is None or self.starts.profile is None:
-            return
+        """Writes the profile for the next start."""
         profile, workers = self.starts.profile, self.starts.workers
-        count = profile.key.workers if workers is None else workers.limit
-        profile = replace(profile, key=replace(profile.key, workers=count), passes=self.starts.times.samples)
-        try:
-            check(profile)  # a worker that does not answer now may do so later
-            write_json(profile, self._file)
-        except (ProfileError, OSError) as error:
-            log.warning("the profile is not kept", extra={"reason": str(error)})
+        if profile is not None:
+            count = profile.key.workers if workers is None else workers.limit
+            key = replace(profile.key, workers=count)
+            self._file.write(replace(profile, key=key, passes=self.starts.times.samples))
 
     def _report(self) -> None:
         decision = self.starts.decision

@@ -49,19 +49,31 @@ class SmallDisk:
 @contextmanager
 def small_disk(folder: Path, kind: Kind, megabytes: int) -> Iterator[SmallDisk]:
     """Mounts a new file system in `folder`; skips the test where that is not allowed."""
-    path = folder / "disk"
+    with mounted(folder / "disk", kind, megabytes) as disk:
+        if disk is None:
+            pytest.skip(f"NOT RUN: no {kind} can be mounted here")
+        yield disk
+
+
+@contextmanager
+def mounted(path: Path, kind: Kind, megabytes: int) -> Iterator[SmallDisk | None]:
+    """Mounts a new file system on the new folder `path`. Yields None where this is not allowed."""
     path.mkdir(parents=True)
+    if os.geteuid() != 0:
+        yield None
+        return
     if kind == "tmpfs":
         command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=700", "tmpfs", str(path)]
     else:
-        image = folder / "image"
+        image = path.with_name(f"{path.name}.image")
         with image.open("wb") as file:
             file.truncate(megabytes << 20)
         # -m 0: root, as which tests run, may use reserved blocks
         _run("mkfs.ext4", "-q", "-m", "0", str(image))
         command = ["mount", "-o", "loop", str(image), str(path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, timeout=60, check=False).returncode:
-        pytest.skip(f"no {kind} can be mounted here")
+    if subprocess.run(command, capture_output=True, timeout=60, check=False).returncode:
+        yield None
+        return
     try:
         yield SmallDisk(path)
     finally:

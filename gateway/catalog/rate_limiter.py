@@ -22,7 +22,7 @@ UNITS: dict[RateName, str] = {
 }
 
 
-class Door:
+class RateLimiter:
     """Rates of all tenants. `max_body`: maximum bytes of a call's body."""
 
     def __init__(self, callers: Callers, limits: LimitState, metrics: Metrics, max_body: int) -> None:
@@ -31,13 +31,13 @@ class Door:
         self._metrics = metrics
         self._max_body = max_body
 
-    async def pay(self, request: Request, tenant: str, limit: RouteRate) -> None:
+    async def take(self, request: Request, tenant: str, rate: RouteRate) -> None:
         """Takes what a request costs from its tenant's rate.
 
         Raises ServiceError `rate_limited`, and NotFound, StoreUnavailable for the tenant.
         """
         account = await self._callers.account(tenant)
-        charge = charge_of(account.limits, limit.rate, limit.amount_of(request, self._max_body))
+        charge = charge_of(account.limits, rate.rate, rate.amount_of(request, self._max_body))
         if charge is not None:
             await spend(self._limits, self._metrics, tenant, charge)
 
