@@ -9,44 +9,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
+
+from node_agent.device_event import ENDED, Event
 
 log = logging.getLogger("garnish.engine")
 
 Result = TypeVar("Result")
 
 CLOSE_LIMIT_S = 10.0
-
-
-class Event(Protocol):
-    """Event on the device's stream: it ends when all work that was enqueued before it has ended."""
-
-    def query(self) -> bool:
-        """Returns whether the work has ended. Never waits."""
-
-    def synchronize(self) -> None:
-        """Waits until the work has ended."""
-
-    def wait(self) -> None:
-        """Makes work enqueued on the current stream from now on wait for the event. Returns at once."""
-
-
-class EndedEvent:
-    """Event that has already ended, for a CPU device: its work is done when the call returns."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def wait(self) -> None:
-        return None
-
-
-ENDED = EndedEvent()
 
 
 def record_event(device: torch.device, sleeps: bool = False) -> Event:

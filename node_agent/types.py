@@ -13,7 +13,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from node_agent.device import Event
+from node_agent.device_event import Event
+from node_agent.leases import Lease
 from node_agent.runner.products import Products
 from node_agent.runner.score_rules import ScoreRules
 
@@ -95,43 +96,6 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
-class Lease:
-    """Right to read an adapter's weights in `slot` until the lease is released."""
-
-    digest: str
-    slot: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class NoRoom:
-    """Temporary refusal of a lease: adapters in use fill the pool or the slots."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Temporary refusal of a lease. The adapter's header, which gives its size, is still being read, or its load has no
-    room yet."""
-
-
-@dataclass(frozen=True)
-class TooLarge:
-    """Permanent refusal of a lease: the adapter needs `need` bytes, but the whole pool has only `have`."""
-
-    need: int
-    have: int
-
-
-@dataclass(frozen=True)
-class LoadFailed:
-    """Failure of a load: the adapter's bytes could not be read, or did not pass the checks."""
-
-    reason: str
-    damaged: bool = False
-    """whether the registry's artifact is corrupt or missing"""
-
-
-@dataclass(frozen=True)
 class LoraBatch:
     """Adapters of the tokens of a pass."""
 
@@ -148,12 +112,6 @@ class LoraBatch:
     max_rank: int
     empty: bool
     """whether no token uses an adapter; the pass then runs no LoRA code"""
-
-
-class LayerState:
-    """States of one layer of an adapter while the adapter is loaded, in their usual order."""
-
-    NO, HOST, ENQUEUED, DEVICE, FAILED = range(5)
 
 
 class StepOutput(Protocol):

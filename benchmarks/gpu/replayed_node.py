@@ -21,7 +21,8 @@ from node_agent.coldstart.cold_starts import MODES, ColdStartMode, ColdStarts
 from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.profile import LinkCost, Profile
-from node_agent.types import GROUPS, LayerState, Lease, Plan
+from node_agent.leases import LayerState, Lease
+from node_agent.types import GROUPS, Plan
 from tests.support.random_model import SHAPES
 
 SHAPE = SHAPES["7b"]

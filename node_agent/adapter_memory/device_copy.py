@@ -24,9 +24,10 @@ from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import LayerViews
-from node_agent.device import Event, record_event
+from node_agent.device import record_event
+from node_agent.device_event import Event
+from node_agent.leases import LayerState, LoadFailed
 from node_agent.states import DeviceState
-from node_agent.types import LayerState, LoadFailed
 
 AHEAD = 2
 """Number of portions of a load that may be enqueued behind the one that is being transferred.

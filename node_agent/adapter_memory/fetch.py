@@ -28,8 +28,8 @@ from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
 from node_agent.device import DTYPES
+from node_agent.leases import LoadFailed
 from node_agent.states import HostState
-from node_agent.types import LoadFailed
 
 RANGES_IN_FLIGHT = 3
 TRIES = 3

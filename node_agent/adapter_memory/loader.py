@@ -21,8 +21,8 @@ from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
 from node_agent.adapter_memory.tasks import Tasks
+from node_agent.leases import LoadFailed
 from node_agent.states import DeviceState, HostState
-from node_agent.types import LoadFailed
 
 MEASURE_THREADS = 8
 """Number of threads that read headers and, with them, first layers (two reads per adapter). They are separate from the

@@ -15,9 +15,9 @@ from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
-from node_agent.device import Event
+from node_agent.device_event import Event
+from node_agent.leases import LayerState, LoadFailed
 from node_agent.states import DEVICE_TRANSITIONS, HOST_TRANSITIONS, DeviceState, HostState, check_transition
-from node_agent.types import LayerState, LoadFailed
 
 NEARLY_DONE = 0.25
 """Share of an adapter's bytes, 0 to 1. A load that lacks at most this share runs to its end even if nobody waits for

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
 from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.types import LayerState
+from node_agent.leases import LayerState
 
 STATE_NAMES: dict[int, LayerName] = {
     LayerState.NO: "no",

@@ -34,9 +34,9 @@ from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable, rows_for
 from node_agent.adapter_memory.weights import AdapterWeights, ArrivingWeights, LayerWeights, view_weights
 from node_agent.config import EngineConfig
-from node_agent.device import Event
+from node_agent.device_event import Event
+from node_agent.leases import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 from node_agent.states import DeviceState, HostState
-from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 MAX_ON_DISK = 256
 """Maximum number of adapters that a report lists although they are on disk alone."""

@@ -15,7 +15,7 @@ from node_agent.coldstart.messages import PassMessages, Share
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.workers import WorkerPool
-from node_agent.types import Lease
+from node_agent.leases import Lease
 
 
 class Assist:

@@ -9,7 +9,8 @@ import torch
 
 from node_agent.coldstart.assist import AssistedPass
 from node_agent.coldstart.messages import Share
-from node_agent.types import GROUPS, LayerState, PassLora
+from node_agent.leases import LayerState
+from node_agent.types import GROUPS, PassLora
 
 ON_DEVICE = (LayerState.ENQUEUED, LayerState.DEVICE)
 """States of layers that the device computes. Where a copy is only enqueued, the device's stream waits for it."""

@@ -29,7 +29,8 @@ from node_agent.coldstart.planner import (
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.row_costs import JoinedStep, RowCosts, RowPart
 from node_agent.coldstart.workers import WorkerPool
-from node_agent.types import LayerState, Lease, PassLora, Plan
+from node_agent.leases import LayerState, Lease
+from node_agent.types import PassLora, Plan
 
 MAX_OUTCOMES = 256
 NO_WAIT = 0.02

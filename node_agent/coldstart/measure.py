@@ -27,9 +27,10 @@ from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.device import device_seconds
-from node_agent.engine.batch import Row, build_step
+from node_agent.engine.batch import build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.runner.lora import NoHandoffs
 from node_agent.sending_runner import batch_device
 from node_agent.types import GROUPS, ModelRunner, PassLora

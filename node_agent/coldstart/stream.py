@@ -33,7 +33,8 @@ from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout
 from node_agent.coldstart.slices import Segment, slices_wanted, weight_shares
 from node_agent.coldstart.workers import STALL_LIMIT_S, WorkerPool
-from node_agent.device import Event, record_event
+from node_agent.device import record_event
+from node_agent.device_event import Event
 
 
 class BrokenHandoff(RuntimeError):

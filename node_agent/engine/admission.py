@@ -14,7 +14,7 @@ from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import AWAITED_SECONDS, Reserves, Room
 from node_agent.engine.waiting import WaitingQueue
-from node_agent.types import Lease, LoadFailed, NoRoom, Pending, TooLarge
+from node_agent.leases import Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 
 @dataclass(frozen=True)

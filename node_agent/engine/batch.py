@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Collection, Container
 
 import numpy as np
 import torch
 
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
+from node_agent.leases import Lease
 from node_agent.runner.sampler import uniform
-from node_agent.types import Lease, LoraBatch, PromptScoring, SamplingBatch, StepBatch
+from node_agent.runner.score_rules import ScoreRules, changes_scores
+from node_agent.types import LoraBatch, PromptScoring, SamplingBatch, StepBatch
 
 UNKNOWN = 0
 """Token id that stands for a token that only the device knows yet."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Tokens of one request in a pass: `length` tokens from position `request.computed` + `ahead`."""
-
-    request: Request
-    length: int
-    ahead: int = 0
-    """1 if the row starts one position later, at a token that a running step is still choosing; else 0"""
-
-    @property
-    def begin(self) -> int:
-        """Position in the request of the row's first token."""
-        return self.request.computed + self.ahead
-
-    @property
-    def wants_logits(self) -> bool:
-        """Returns whether the row ends with the request's last known token, so that the next token is sampled."""
-        return self.request.computed + self.length == len(self.request.tokens)
-
-    @property
-    def scored(self) -> range:
-        """Positions in the request of the prompt tokens that this row scores. Empty if no log probabilities of the
-        prompt are requested."""
-        request = self.request
-        if request.sampling.prompt_logprobs is None:
-            return range(0)
-        return range(
-            max(request.computed + 1, request.scored), min(request.computed + self.length + 1, request.prompt_len)
-        )
-
-
-def share_out(seconds: float, rows: list[Row]) -> None:
-    """Adds the seconds of a pass to its requests' device time, in proportion to their tokens."""
-    tokens = sum(row.length for row in rows)
-    for row in rows:
-        row.request.device_seconds += seconds * row.length / tokens
 
 
 def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.device) -> StepBatch:
@@ -154,3 +118,15 @@ def build_lora(rows: list[Row], device: torch.device, without: Container[str] = 
         max_rank=max((max(lease.ranks, default=0) for lease in leases if lease), default=0),
         empty=all(lease is None for lease in leases),
     )
+
+
+def rules_of(request: Request, eos_ids: Collection[int], device: torch.device) -> ScoreRules | None:
+    """Returns the rules by which the request's parameters change its logits, applied to its tokens so far. Returns None
+    if they change nothing."""
+    if not changes_scores(request.sampling):
+        return None
+    prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
+    rules = ScoreRules(request.sampling, prompt, request.max_tokens, eos_ids, device)
+    for token in generated:
+        rules.append_token(token)
+    return rules

@@ -13,12 +13,14 @@ from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.coldstart.learning import Outcome
 from node_agent.coldstart.planner import Contention
-from node_agent.device import ENDED, Event, EventWatch, record_event, unless_out_of_memory
-from node_agent.engine.batch import Row, share_out
+from node_agent.device import EventWatch, record_event, unless_out_of_memory
+from node_agent.device_event import ENDED, Event
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
+from node_agent.engine.rows import Row, share_out
+from node_agent.leases import Lease
 from node_agent.states import RequestState
-from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
+from node_agent.types import ModelRunner, Pass, Plan, StepOutput
 
 log = logging.getLogger("garnish.engine")
 

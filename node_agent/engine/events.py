@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from cluster.messages import ColdStart
-from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.ipc import Finished, PromptScored, Top
 from node_agent.types import ScoredToken
 

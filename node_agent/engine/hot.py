@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from node_agent.device import unless_out_of_memory
-from node_agent.engine.batch import Row, share_out
 from node_agent.engine.joining import Joined
 from node_agent.engine.pulse import Pulse
+from node_agent.engine.rows import Row, share_out
 from node_agent.types import ModelRunner, PassLora, StepBatch, StepOutput
 
 GROWS_AFTER = 16

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-
-import torch
 
 from cluster.messages import GenerateRequest
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine.request import Request
-from node_agent.runner.score_rules import ScoreRules, changes_scores
 
 
 def request_of(message: GenerateRequest) -> Request:
@@ -33,18 +29,6 @@ def request_of(message: GenerateRequest) -> Request:
         ttft=message.ttft,
         tpot=message.tpot,
     )
-
-
-def rules_of(request: Request, eos_ids: Collection[int], device: torch.device) -> ScoreRules | None:
-    """Returns the rules by which the request's parameters change its logits, applied to its tokens so far. Returns None
-    if they change nothing."""
-    if not changes_scores(request.sampling):
-        return None
-    prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
-    rules = ScoreRules(request.sampling, prompt, request.max_tokens, eos_ids, device)
-    for token in generated:
-        rules.append_token(token)
-    return rules
 
 
 def problem_of(request: Request, limits: Limits, blocks: BlockPool) -> tuple[str, str] | None:

@@ -19,13 +19,15 @@ import torch
 from node_agent.coldstart.assist import Assist, AssistedPass
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.messages import PassMessages
-from node_agent.engine.batch import Row, build_lora
+from node_agent.engine.batch import build_lora
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
+from node_agent.leases import Lease
 from node_agent.runner.lora_choice import StartLora
 from node_agent.sending_runner import batch_device
 from node_agent.states import RequestState
-from node_agent.types import Lease, ModelRunner, PassLora
+from node_agent.types import ModelRunner, PassLora
 
 log = logging.getLogger("garnish.engine")
 

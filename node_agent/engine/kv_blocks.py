@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from node_agent.device import Event
+from node_agent.device_event import Event
 
 
 class BlockPool:

@@ -11,12 +11,13 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
-from node_agent.device import Event, EventWatch
-from node_agent.engine.batch import Row, build_lora, build_step
+from node_agent.device import EventWatch
+from node_agent.device_event import Event
+from node_agent.engine.batch import build_lora, build_step, rules_of
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.events import end_of, expired, finished, score_events, split_scores
 from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
-from node_agent.engine.intake import problem_of, request_of, rules_of
+from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.joining import Joined, Joining
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
@@ -26,14 +27,16 @@ from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
+from node_agent.engine.rows import Row
 from node_agent.engine.scheduler import HotRows, Scheduler
 from node_agent.ipc import Admitted, EngineEvent, Generated, Top
+from node_agent.leases import LoadFailed
 from node_agent.performance.drift import Drift
 from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.sending_runner import batch_device
 from node_agent.states import RequestState
-from node_agent.types import IdleWork, LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
+from node_agent.types import IdleWork, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 

@@ -12,7 +12,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.prefetch_load import PrefetchLoad
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
-from node_agent.types import LoadFailed, TooLarge
+from node_agent.leases import LoadFailed, TooLarge
 
 MAX_PREFETCHES = 16
 MAX_TENANT_PREFETCHES = 8

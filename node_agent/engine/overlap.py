@@ -12,10 +12,10 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from node_agent.device import Event
-from node_agent.engine.batch import Row, share_out
+from node_agent.device_event import Event
 from node_agent.engine.hot import Computed, HotPasses
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row, share_out
 from node_agent.sending_runner import SendingRunner
 from node_agent.types import ModelRunner, StepOutput
 

@@ -9,8 +9,8 @@ from cluster.residency import HeldTier
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import DeviceAdapter
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.leases import LoadFailed, NoRoom, TooLarge
 from node_agent.states import HostState
-from node_agent.types import LoadFailed, NoRoom, TooLarge
 
 
 class PrefetchLoad:

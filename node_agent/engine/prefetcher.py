@@ -23,7 +23,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.idle_limits import IdleLimits
 from node_agent.engine.prefetch_load import PrefetchLoad
 from node_agent.engine.prefetch_record import MAX_AT_ONCE, Bounds, PrefetchRecord
-from node_agent.types import LoadFailed, TooLarge
+from node_agent.leases import LoadFailed, TooLarge
 
 LONGEST_WANT_S = 600.0
 """Maximum seconds for which the gateway's hints are valid."""

@@ -13,8 +13,8 @@ from math import inf
 from cluster.node_load import MARGIN, tightest_tpot
 from cluster.performance_fit import decode_forecast
 from cluster.performance_model import PerformanceModel
-from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.performance.terms import decode_sample
 
 BESIDE_FLOOD = 2.0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cluster.messages import Adapter, Sampling, SloClass
-from node_agent.runner.score_rules import ScoreRules
+from node_agent.leases import Lease
 from node_agent.states import REQUEST_TRANSITIONS, RequestState, check_transition
-from node_agent.types import Lease
+
+if TYPE_CHECKING:
+    from node_agent.runner.score_rules import ScoreRules
 
 
 @dataclass

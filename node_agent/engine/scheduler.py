@@ -9,12 +9,12 @@ from math import inf
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.admission import Admission
-from node_agent.engine.batch import Row
 from node_agent.engine.limits import Limits
 from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.promises import beside_flood, tightest_promise, within_promise
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Callers, Reserves
+from node_agent.engine.rows import Row
 from node_agent.engine.waiting import WaitingQueue
 from node_agent.performance.drift import Drift
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from cluster.performance_fit import decode_forecast
 from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel
-from node_agent.engine.batch import Row
+from node_agent.engine.rows import Row
 from node_agent.performance.terms import decode_sample, prefill_sample
 
 MEMORY = 64

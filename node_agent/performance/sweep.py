@@ -14,12 +14,13 @@ from adapters.base_model import BaseModel
 from cluster.messages import Sampling
 from cluster.performance_fit import DecodeSample, PrefillSample
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.engine.batch import Row
 from node_agent.engine.loop import Engine
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
+from node_agent.leases import Lease
 from node_agent.performance.cases import Bounds, Case, Effort, decode_cases, prefill_cases, row_contexts
 from node_agent.performance.terms import decode_sample, prefill_sample
-from node_agent.types import GROUPS, Lease
+from node_agent.types import GROUPS
 
 TARGETS = GROUPS["qkv"]
 """Projections that synthetic adapters adapt, as in the papers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.performance_fit import DecodeSample, PrefillSample
-from node_agent.engine.batch import Row
+from node_agent.engine.rows import Row
 
 
 def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from node_agent.device import Event
+from node_agent.device_event import Event
 from node_agent.runner.cuda_stream import Stream
 from node_agent.types import LoraBatch, StepBatch
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from cluster.messages import Sampling
-from node_agent.engine.batch import Row, build_step
+from node_agent.engine.batch import build_step
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.runner.cuda_decode import Bucket
 from node_agent.runner.cuda_handoffs import HANDOFF_GROUPS
 from node_agent.runner.cuda_layers import CudaModel

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from kernels.gpu_ops import Rows
-from node_agent.device import ENDED, Event
+from node_agent.device_event import ENDED, Event
 from node_agent.runner.cuda_blocks import (
     OutFields,
     Spec,

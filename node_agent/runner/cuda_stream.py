@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from node_agent.device import Event, record_event
+from node_agent.device import record_event
+from node_agent.device_event import Event
 
 Work = Callable[[], None]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from node_agent.device import ENDED, Event, record_event
+from node_agent.device import record_event
+from node_agent.device_event import ENDED, Event
 from node_agent.runner.lightllm_device import on_device
 from node_agent.runner.lightllm_layers import KvMemory, LightllmModel, PassState, TokenTable
 from node_agent.runner.sampler import step_output

@@ -15,7 +15,8 @@ from kernels.grouped import add_pieces
 from kernels.view import GroupView, group_view
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.adapter_memory.weights import AdapterWeights
-from node_agent.types import GROUPS, Lease, LoraBatch, PassLora
+from node_agent.leases import Lease
+from node_agent.types import GROUPS, LoraBatch, PassLora
 
 log = logging.getLogger(__name__)
 

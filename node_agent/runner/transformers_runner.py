@@ -16,7 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from adapters.base_model import head_dim, projection_widths
 from adapters.model_families import FAMILIES
-from node_agent.device import ENDED, Event, record_event
+from node_agent.device import record_event
+from node_agent.device_event import ENDED, Event
 from node_agent.runner.attention import paged_attention, plan_attention
 from node_agent.runner.compiled import compile_layers, compiled_pass, decoder_operators
 from node_agent.runner.product_choice import choose_products

@@ -24,7 +24,7 @@ from kernels.reference import lora_rows
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.config import EngineConfig
-from node_agent.types import Lease, Pending
+from node_agent.leases import Lease, Pending
 from tests.support.peft_reference import draw_adapter, make_adapter
 
 MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in PROJECTIONS}

@@ -26,7 +26,7 @@ from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.runs import FreeRuns
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import LinkConfig
-from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
+from node_agent.leases import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 from tests.node_agent.adapter_world import (
     LateEvent,
     World,

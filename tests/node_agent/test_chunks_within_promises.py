@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from cluster.messages import Sampling, SloClass
 from cluster.node_load import MARGIN
 from cluster.performance_model import DecodeModel, PrefillModel
-from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
 from node_agent.engine.promises import MAX_PAUSES, within_promise
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.engine.stats import stats_of
 from node_agent.performance.drift import Drift
 from tests.node_agent.performance.test_drift import MEASURED

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from node_agent.engine.batch import Row, build_step
+from node_agent.engine.batch import build_step
+from node_agent.engine.rows import Row
 from node_agent.engine.setup import find_runner
 from node_agent.runner import cuda_handoffs, cuda_prompts, cuda_runner
 from node_agent.runner.cuda_decode import DecodeShape

@@ -12,6 +12,7 @@ import torch
 from adapters.base_model import BaseModel
 from kernels.reference import add_group
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.leases import Lease
 from node_agent.runner import cuda_lora
 from node_agent.runner.cuda_blocks import fill_lora, lora_spec, size_of, views
 from node_agent.runner.cuda_lora import CAPTURED_RANK, CudaLora, OpenAdd, open_add
@@ -20,7 +21,7 @@ from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.lora import GroupLora, table_views
 from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.runner.triton_lora import TritonLora
-from node_agent.types import GROUPS, Lease, LoraBatch, RunnerSettings
+from node_agent.types import GROUPS, LoraBatch, RunnerSettings
 from tests.node_agent.adapter_world import World, loaded_lease
 from tests.node_agent.test_triton_lora import SMALL
 

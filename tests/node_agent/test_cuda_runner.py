@@ -17,8 +17,9 @@ from triton.runtime.errors import OutOfResources
 from cluster.messages import Sampling
 from kernels.gpu_triton import TritonOperations
 from node_agent.cores import spare_cores
-from node_agent.engine.batch import Row, build_step
+from node_agent.engine.batch import build_step
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.engine.setup import find_runner
 from node_agent.runner import auto_runner, cuda_layers, cuda_runner
 from node_agent.runner.cuda_decode import bucket_sizes

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from node_agent.cores import usable_cores
-from node_agent.device import ENDED, EndedEvent, free_memory, pick_device
+from node_agent.device import free_memory, pick_device
+from node_agent.device_event import ENDED, EndedEvent
 from node_agent.engine.kv_blocks import BlockPool
 
 

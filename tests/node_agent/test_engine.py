@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.coldstart.cold_starts import ColdStartMode
-from node_agent.engine.batch import Row
+from node_agent.engine.rows import Row
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 from node_agent.types import Plan

@@ -16,9 +16,9 @@ from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
-from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
+from node_agent.engine.rows import Row
 from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
 from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Ready, Submit, encode, event_decoder
 from node_agent.performance.idle import QUIET_S

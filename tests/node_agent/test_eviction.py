@@ -22,7 +22,7 @@ from node_agent.adapter_memory.load_rates import FIRST_RATES, LoadRates
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import EngineConfig
-from node_agent.types import Lease
+from node_agent.leases import Lease
 from tests.node_agent.adapter_world import World, loaded_lease, measured, until
 from tests.support.draws import draws
 

@@ -18,7 +18,7 @@ from cluster.messages import Adapter
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.types import LayerState
+from node_agent.leases import LayerState
 from tests.node_agent.adapter_world import LAYERS, Turnstile, World, assert_contents, lease, starts, until
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cluster.performance_fit import decode_forecast
-from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
 from node_agent.engine.promises import BESIDE_FLOOD, MIN_BESIDE_FLOOD, UNKNOWN_SHARE
+from node_agent.engine.rows import Row
 from node_agent.performance.drift import Drift
 from node_agent.performance.terms import decode_sample
 from tests.node_agent.test_chunks_within_promises import MODEL

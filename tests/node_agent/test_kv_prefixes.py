@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.messages import Adapter, Sampling
-from node_agent.device import EndedEvent
+from node_agent.device_event import EndedEvent
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request

@@ -26,8 +26,9 @@ from adapters.registry import Registry
 from cluster.messages import Adapter, Sampling
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import EngineConfig
-from node_agent.engine.batch import Row, build_lora, build_step
+from node_agent.engine.batch import build_lora, build_step
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.engine.setup import build_engine
 from node_agent.runner.lightllm_device import imported
 from node_agent.runner.lightllm_open import open_runner

@@ -12,8 +12,8 @@ from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT, TRIES, UNWANTED
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.loads import NEARLY_DONE, HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.leases import LayerState, Lease, Pending
 from node_agent.states import HostState
-from node_agent.types import LayerState, Lease, Pending
 from tests.node_agent.adapter_world import (
     LAYERS,
     Turnstile,

@@ -17,7 +17,7 @@ from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import DiskCacheConfig, LinkConfig
-from node_agent.types import LayerState, Lease
+from node_agent.leases import LayerState, Lease
 from tests.node_agent.adapter_world import Turnstile, World, assert_layer
 
 

@@ -7,7 +7,7 @@ import pytest
 from cluster.messages import Adapter
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.types import LayerState, NoRoom
+from node_agent.leases import LayerState, NoRoom
 from tests.node_agent.adapter_world import LAYERS, Turnstile, World, lease, loaded_lease, starts, states, until
 
 

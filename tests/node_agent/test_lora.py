@@ -16,8 +16,9 @@ from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.adapter_memory.weights import AdapterWeights, view_weights
+from node_agent.leases import Lease
 from node_agent.runner.lora import LONG_SEGMENT, SegmentedLora, compiled_lora
-from node_agent.types import GROUPS, Lease, LoraBatch
+from node_agent.types import GROUPS, LoraBatch
 
 WIDTHS = ((40, 48), (40, 16), (40, 16), (48, 40), (40, 70), (40, 70), (70, 40))
 BASE = BaseModel("tiny", "f", "llama", 2, 40, 100, 64, WIDTHS)

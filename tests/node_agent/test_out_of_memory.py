@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from node_agent.device import is_out_of_memory, unless_out_of_memory
-from node_agent.engine.batch import Row
 from node_agent.engine.hot import GROWS_AFTER, PassSize
+from node_agent.engine.rows import Row
 from node_agent.types import Pass, PassLora, StepBatch
 from tests.node_agent.test_preemption import SEEDED
 from tests.support.exact import Case, Tally, check

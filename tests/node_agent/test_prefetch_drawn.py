@@ -15,7 +15,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import LinkConfig
 from node_agent.engine.prefetch_record import MAX_AT_ONCE
 from node_agent.engine.prefetcher import Prefetcher
-from node_agent.types import LayerState, Lease
+from node_agent.leases import LayerState, Lease
 from tests.node_agent.adapter_world import LAYERS, World, assert_layer
 from tests.node_agent.prefetch_world import MakePrefetcher, assert_nothing_held, call, poll_until, want, wanted
 from tests.node_agent.test_loader_threads import Flaky

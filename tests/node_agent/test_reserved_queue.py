@@ -7,8 +7,8 @@ import random
 import pytest
 
 from cluster.messages import Sampling
-from node_agent.engine.batch import Row, share_out
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row, share_out
 from node_agent.engine.waiting import WaitingQueue
 from tests.support.local_engine import LocalEngine, MakeEngine
 

@@ -16,8 +16,9 @@ from cluster.messages import Sampling
 from infra.instances import parameters
 from kernels.product import ProductOperator
 from node_agent.config import RUNNERS
-from node_agent.engine.batch import Row, build_step
+from node_agent.engine.batch import build_step
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.engine.setup import find_runner
 from node_agent.runner.products import Products, can_pack
 from node_agent.runner.projections import FusedProjection

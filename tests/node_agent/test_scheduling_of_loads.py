@@ -15,10 +15,11 @@ from cluster.messages import Adapter
 from node_agent.adapter_memory.fetch import TRIES
 from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.engine import admission
-from node_agent.engine.batch import Row, build_lora
+from node_agent.engine.batch import build_lora
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.ipc import Finished
-from node_agent.types import Lease
+from node_agent.leases import Lease
 from tests.node_agent.adapter_world import comes_with_header, header_only
 from tests.support.local_engine import LocalEngine, MakeEngine
 

@@ -20,6 +20,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import LinkConfig
 from node_agent.engine import request as request_module
 from node_agent.engine.request import Request
+from node_agent.leases import LayerState
 from node_agent.states import (
     DEVICE_TRANSITIONS,
     HOST_TRANSITIONS,
@@ -30,7 +31,7 @@ from node_agent.states import (
     RequestState,
     Thread,
 )
-from node_agent.types import LayerState, Plan
+from node_agent.types import Plan
 from tests.node_agent.adapter_world import Turnstile, World, lease, loaded_lease, starts, until
 from tests.node_agent.test_engine import STORY, Gate
 from tests.support.local_engine import LocalEngine, MakeEngine

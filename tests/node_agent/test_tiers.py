@@ -25,7 +25,8 @@ from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.ranges import plan_ranges
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.types import GROUPS, LayerState, Lease, LoadFailed, Pending, TooLarge
+from node_agent.leases import LayerState, Lease, LoadFailed, Pending, TooLarge
+from node_agent.types import GROUPS
 from tests.node_agent.adapter_world import (
     LAYERS,
     Turnstile,

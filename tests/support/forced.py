@@ -18,7 +18,8 @@ from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.row_costs import MAX_JOINED
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.engine.loop import Engine
-from node_agent.types import Lease, Plan
+from node_agent.leases import Lease
+from node_agent.types import Plan
 
 PLANS = ("wait", "pipeline", "assist")
 SHORT_STOP, LONG_STOP = 0.02, 1.5

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
 from cluster.text import end_token_ids
-from node_agent.device import ENDED, Event
+from node_agent.device_event import ENDED, Event
 from node_agent.runner.sampler import step_output
 from node_agent.types import GROUPS, PassLora, RunnerSettings, StepBatch, StepOutput
 

@@ -27,7 +27,7 @@ from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.waiting import WaitingQueue
-from node_agent.types import Lease, NoRoom
+from node_agent.leases import Lease, NoRoom
 from tests.support.draws import draws
 
 BLOCK = 16

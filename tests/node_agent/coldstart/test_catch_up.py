@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from node_agent.device import ENDED, EventWatch
+from node_agent.device import EventWatch
+from node_agent.device_event import ENDED
 from node_agent.engine import cold
 from node_agent.engine.cold import ColdPass, ColdPasses
 from node_agent.engine.pulse import Pulse
-from node_agent.types import Lease, Plan
+from node_agent.leases import Lease
+from node_agent.types import Plan
 
 LAYERS, LONG = 4, 30.0
 

@@ -19,7 +19,8 @@ from node_agent.coldstart.planner import Contention
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.ipc import Generated
-from node_agent.types import LayerState, Lease, LoadFailed, Plan
+from node_agent.leases import LayerState, Lease, LoadFailed
+from node_agent.types import Plan
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.kept import pool_of
 from tests.node_agent.coldstart.pools import counted, eventually

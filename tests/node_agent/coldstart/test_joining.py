@@ -19,7 +19,8 @@ from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample, kind_o
 from node_agent.coldstart.planner import PLANS, Contention
 from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
-from node_agent.types import Lease, Plan
+from node_agent.leases import Lease
+from node_agent.types import Plan
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.kept import pool_of
 from tests.support.drawn_batches import run_batch

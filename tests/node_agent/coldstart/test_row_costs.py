@@ -17,7 +17,8 @@ from node_agent.coldstart.cold_starts import MODES, ColdStarts
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey
 from node_agent.coldstart.row_costs import MAX_JOINED, JoinedStep, RowCosts, RowPart
 from node_agent.coldstart.slices import MIN_SHARE
-from node_agent.types import GROUPS, Lease
+from node_agent.leases import Lease
+from node_agent.types import GROUPS
 
 LAYER_S = 1e-3
 """Of every pass of up to 16 tokens."""

@@ -24,7 +24,7 @@ from node_agent.coldstart.setup import profile_key
 from node_agent.config import EngineConfig, LinkConfig
 from node_agent.cores import spare_cores, usable_cores
 from node_agent.device import device_name
-from node_agent.types import Lease
+from node_agent.leases import Lease
 from tests.node_agent.adapter_world import World, lease
 from tests.support.exact import Case, Tally, check
 from tests.support.local_engine import LocalEngine, MakeEngine

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from cluster.messages import Sampling
 from cluster.performance_model import RANK_TERMS, DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
-from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
+from node_agent.engine.rows import Row
 from node_agent.engine.stats import stats_of
+from node_agent.leases import Lease
 from node_agent.performance.drift import BOUND, EVERY, MEMORY, STEP, WORTH, Drift
 from node_agent.performance.terms import decode_sample, prefill_sample
-from node_agent.types import Lease
 from tests.support.local_engine import MakeEngine
 
 MEASURED = PerformanceModel(

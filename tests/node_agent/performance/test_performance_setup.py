@@ -21,8 +21,8 @@ from node_agent.coldstart.cold_starts import MODES
 from node_agent.coldstart.measure import measure_link
 from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import EngineConfig, LinkConfig
-from node_agent.engine.batch import Row
 from node_agent.engine.joining import Joined
+from node_agent.engine.rows import Row
 from node_agent.engine.stats import stats_of
 from node_agent.performance import idle as idle_module
 from node_agent.performance import setup, sweep
