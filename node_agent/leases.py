@@ -46,3 +46,7 @@ class LayerState:
     """States of one layer of an adapter while the adapter is loaded, in their usual order."""
 
     NO, HOST, ENQUEUED, DEVICE, FAILED = range(5)
+
+
+class InUse(Exception):
+    """Error: the adapter can't be evicted now. The message says why."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from node_agent.adapter_memory.device_room import DeviceRoom, Place
 from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.loader import Loader
-from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
+from node_agent.adapter_memory.priority import Priority
 from node_agent.states import DeviceState
 
 MIN_LOAD_S = 1e-6

@@ -23,9 +23,10 @@ from adapters.store import ObjectStore
 from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.adapter_memory.link import Flow, Link, Transfer
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
 from node_agent.device import DTYPES
 from node_agent.leases import LoadFailed

@@ -19,9 +19,9 @@ from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.load_rates import LoadRates
 from node_agent.adapter_memory.loader import Loader
-from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.states import HostState
 
@@ -132,6 +132,13 @@ class HostTier:
             if not host.complete:
                 self.loader.wake()  # other loads waited for this one
         self._free(host)  # a DeviceAdapter keeps this HostAdapter, but not its pages
+
+    def drop(self, digest: str) -> None:
+        """Removes the adapter from the host tier, if it is there. Its pages are freed once nothing reads or writes
+        them."""
+        host = self._all.get(digest)
+        if host is not None:
+            self.forget(host)
 
     def hold(self, host: HostAdapter) -> bool:
         """Keeps the adapter's pages and table entry until `let_go`. Returns False when it has no pages, has failed, or

@@ -10,24 +10,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Protocol
 
 import torch
 
+from node_agent.adapter_memory.priority import Priority
+
 LONGEST_WAIT = 60.0
 """Seconds after which an idle thread looks for work even if nobody woke it."""
 CLOSE_SECONDS = 30.0
-
-
-class Priority(IntEnum):
-    """Urgency of a load; a lower number is more urgent."""
-
-    REQUEST = 0
-    ORDER = 1
-    """prefetch that an operator asked for"""
-    PREDICTED = 2
-    """prefetch for a forecast call"""
 
 
 class Load(Protocol):

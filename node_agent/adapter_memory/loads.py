@@ -12,7 +12,7 @@ from adapters.artifact import ArtifactHeader
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
 from node_agent.adapter_memory.layout import AdapterLayout
-from node_agent.adapter_memory.loader_threads import Priority
+from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device_event import Event
@@ -89,6 +89,11 @@ class HostAdapter:
     def failed(self) -> bool:
         """Returns whether the load ended without all layers: it failed, or was abandoned."""
         return self.state is HostState.FAILED or self.state is HostState.ABANDONED
+
+    @property
+    def abandoned(self) -> bool:
+        """Returns whether the load was abandoned because nobody wanted the adapter, and has ended."""
+        return self.state is HostState.ABANDONED
 
     @property
     def copying(self) -> bool:
@@ -224,6 +229,16 @@ class DeviceAdapter:
     def copied(self) -> float:
         """Returns the share of the copy's bytes that is on the device, 0 to 1."""
         return 1 - self.bytes_left / max(1, sum(self.layout.moved))
+
+    @property
+    def failure(self) -> LoadFailed | None:
+        """Returns why the copy failed; None if it has not failed, or was abandoned."""
+        return None if self.copy.abandoned else self.copy.failure
+
+    @property
+    def arrived(self) -> float:
+        """Returns the end of the copy in monotonic seconds; 0 if it has not ended."""
+        return self.copy.arrived
 
     @property
     def settled(self) -> bool:

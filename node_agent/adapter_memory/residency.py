@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
 from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
-from node_agent.adapter_memory.store import AdapterStore
-from node_agent.leases import LayerState
+from node_agent.leases import InUse, LayerState
+
+if TYPE_CHECKING:
+    from node_agent.adapter_memory.store import AdapterStore
 
 STATE_NAMES: dict[int, LayerName] = {
     LayerState.NO: "no",
@@ -19,10 +22,6 @@ STATE_NAMES: dict[int, LayerName] = {
 MAX_ON_DISK = 1024
 """Maximum number of adapters that are listed although they are on disk alone. The memory tiers are small enough to list
 all."""
-
-
-class InUse(Exception):
-    """Error: the adapter can't be evicted now. The message says why."""
 
 
 def adapter_states(store: AdapterStore) -> AdapterStates:

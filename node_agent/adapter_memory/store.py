@@ -16,6 +16,7 @@ from adapters.base_model import BaseModel
 from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from cluster.news import Resident
+from cluster.residency import AdapterStates, HeldTier
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.device_loads import DeviceLoads
 from node_agent.adapter_memory.device_room import DeviceRoom
@@ -27,10 +28,11 @@ from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import Loader
-from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
+from node_agent.adapter_memory.priority import Priority
+from node_agent.adapter_memory.residency import adapter_states, evict, tier_of
 from node_agent.adapter_memory.table import AdapterTable, rows_for
 from node_agent.adapter_memory.weights import AdapterWeights, ArrivingWeights, LayerWeights, view_weights
 from node_agent.config import EngineConfig
@@ -305,6 +307,21 @@ class AdapterStore:
             return False
         self.room.evict(digest)
         return True
+
+    # --- for operators
+
+    def states(self) -> AdapterStates:
+        """Returns the state of each adapter."""
+        return adapter_states(self)
+
+    def tier(self, digest: str) -> HeldTier:
+        """Returns the highest tier with the complete adapter: device, host or disk; absent when none has it."""
+        return tier_of(self, digest)
+
+    def evict(self, digest: str) -> bool:
+        """Evicts the adapter from device, host memory and disk. Returns False when it is in none of them. Raises
+        InUse."""
+        return evict(self, digest)
 
     # --- for measurements
 

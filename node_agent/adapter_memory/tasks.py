@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import Load, LoaderThreads
+from node_agent.adapter_memory.priority import Priority
 
 
 class Tasks(LoaderThreads):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import Adapter
-from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.adapter_tiers import AdapterTiers
 from node_agent.engine.preemption import OverShare, choose_lenders, choose_victims
 from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request
@@ -72,7 +72,7 @@ class Admission:
         running: list[Request],
         max_rows: int,
         prefixes: Prefixes,
-        store: AdapterStore,
+        store: AdapterTiers,
         reserves: Reserves,
         preempt: Callable[[Request], None],
     ) -> None:

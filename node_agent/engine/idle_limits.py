@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from cluster.residency import WantedResidency
-from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
-from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.adapter_tiers import AdapterTiers, DeviceEntry, HostEntry
 
 LOOK_INTERVAL_S = 0.5
 LONGEST_ORDER_S = 600.0
@@ -23,9 +22,9 @@ class IdleLimits:
     the adapter with a digest must stay."""
 
     def __init__(
-        self, store: AdapterStore, is_wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic
+        self, tiers: AdapterTiers, is_wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._is_wanted, self._clock = store, is_wanted, clock
+        self._tiers, self._is_wanted, self._clock = tiers, is_wanted, clock
         self._ttls_s: Mapping[str, float] = {}
         self._until = 0.0
         self._look_at = 0.0
@@ -54,22 +53,22 @@ class IdleLimits:
             self._expire(digest, seconds, now)
 
     def _expire(self, digest: str, seconds: float, now: float) -> None:
-        entry, host = self._store.device.get(digest), self._store.hosts.get(digest)
+        entry, host = self._tiers.device.get(digest), self._tiers.hosts.get(digest)
         if entry is None and host is None:
             self._used.pop(digest, None)
             return
         in_use = entry is not None and not entry.idle
-        if in_use or self._store.hosts.waiting(digest) or self._is_wanted(digest):
+        if in_use or self._tiers.hosts.waiting(digest) or self._is_wanted(digest):
             self._used[digest] = now
             return
-        idle = now - max(self._used.get(digest, 0.0), self._store.demand.last_call(digest), _arrived(entry, host))
+        idle = now - max(self._used.get(digest, 0.0), self._tiers.demand.last_call(digest), _arrived(entry, host))
         if entry is not None and idle >= seconds:
-            self._store.discard(digest)
+            self._tiers.discard(digest)
         if host is not None and host.complete and not host.in_use and idle >= 2 * seconds:
-            self._store.hosts.forget(host)
+            self._tiers.hosts.drop(digest)
 
 
-def _arrived(entry: DeviceAdapter | None, host: HostAdapter | None) -> float:
+def _arrived(entry: DeviceEntry | None, host: HostEntry | None) -> float:
     """Returns the time at which the adapter was completely loaded to its tier, in monotonic seconds; 0 if it is
     incomplete."""
-    return max(entry.copy.arrived if entry is not None else 0.0, host.arrived if host is not None else 0.0)
+    return max(entry.arrived if entry is not None else 0.0, host.arrived if host is not None else 0.0)

@@ -6,13 +6,12 @@ import logging
 import time
 from dataclasses import dataclass
 
-from node_agent.adapter_memory.loader_threads import Priority
-from node_agent.adapter_memory.residency import InUse, adapter_states, evict, tier_of
-from node_agent.adapter_memory.store import AdapterStore
+from node_agent.adapter_memory.priority import Priority
+from node_agent.engine.adapter_tiers import AdapterTiers
 from node_agent.engine.prefetch_load import PrefetchLoad
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
-from node_agent.leases import LoadFailed, TooLarge
+from node_agent.leases import InUse, LoadFailed, TooLarge
 
 MAX_PREFETCHES = 16
 MAX_TENANT_PREFETCHES = 8
@@ -35,15 +34,15 @@ class Orders:
     """Operators' commands and their answers. Only the engine's thread calls it. It answers each question exactly
     once."""
 
-    def __init__(self, store: AdapterStore, prefetcher: Prefetcher) -> None:
-        self._store, self._prefetcher = store, prefetcher
+    def __init__(self, tiers: AdapterTiers, prefetcher: Prefetcher) -> None:
+        self._tiers, self._prefetcher = tiers, prefetcher
         self._underway: list[_Underway] = []
         self._answers: list[Answer] = []
 
     def take(self, question: Question) -> None:
         match question:
             case ListAdapters(id=id):
-                self._answers.append(Answer(id, found=adapter_states(self._store)))
+                self._answers.append(Answer(id, found=self._tiers.states()))
             case Prefetch():
                 self._begin(question)
             case Evict(id=id, digest=digest):
@@ -59,12 +58,12 @@ class Orders:
         return answers
 
     def _begin(self, order: Prefetch) -> None:
-        if self._store.ready(order.adapter.digest):
+        if self._tiers.ready(order.adapter.digest):
             self._answers.append(Answer(order.id, tier="device"))
         elif (busy := self._busy(order.tenant)) is not None:
             self._answers.append(Answer(order.id, error_type="overloaded", error=busy))
         else:
-            load = PrefetchLoad(self._store, order.adapter, Priority.ORDER)
+            load = PrefetchLoad(self._tiers, order.adapter, Priority.ORDER)
             self._underway.append(_Underway(order, time.monotonic() + LONGEST_PREFETCH, load))
 
     def _busy(self, tenant: str) -> str | None:
@@ -93,15 +92,15 @@ class Orders:
         return self._end(each)
 
     def _end(self, each: _Underway, error_type: str = "", error: str = "") -> bool:
-        tier = tier_of(self._store, each.order.adapter.digest)
+        tier = self._tiers.tier(each.order.adapter.digest)
         self._answers.append(Answer(each.order.id, tier=tier, error_type=error_type, error=error))
         return True
 
     def _evict(self, id: str, digest: str) -> Answer:
         self._prefetcher.cancel(digest)
         try:
-            if not evict(self._store, digest):
+            if not self._tiers.evict(digest):
                 return Answer(id, error_type="not_found", error=f"adapter {digest[:12]} is not on this node")
         except InUse as reason:
             return Answer(id, error_type="conflict", error=f"adapter {digest[:12]} is in use: {reason}")
-        return Answer(id, tier=tier_of(self._store, digest))
+        return Answer(id, tier=self._tiers.tier(digest))

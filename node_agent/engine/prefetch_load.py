@@ -6,11 +6,9 @@ from collections.abc import Container
 
 from cluster.messages import Adapter
 from cluster.residency import HeldTier
-from node_agent.adapter_memory.loader_threads import Priority
-from node_agent.adapter_memory.loads import DeviceAdapter
-from node_agent.adapter_memory.store import AdapterStore
+from node_agent.adapter_memory.priority import Priority
+from node_agent.engine.adapter_tiers import AdapterTiers, DeviceEntry, is_staged
 from node_agent.leases import LoadFailed, NoRoom, TooLarge
-from node_agent.states import HostState
 
 
 class PrefetchLoad:
@@ -23,7 +21,7 @@ class PrefetchLoad:
 
     def __init__(
         self,
-        store: AdapterStore,
+        tiers: AdapterTiers,
         adapter: Adapter,
         priority: Priority,
         *,
@@ -31,12 +29,11 @@ class PrefetchLoad:
         spared: Container[str] = (),
     ) -> None:
         """`spared`: digests of adapters that a predicted prefetch must not evict."""
-        self._store, self.adapter, self._priority = store, adapter, priority
+        self._tiers, self.adapter, self._priority = tiers, adapter, priority
         self._to_device, self._spared = to_device, spared
         self.waits = False
-        self._copying: DeviceAdapter | None = None
-        host = store.hosts.get(adapter.digest)
-        self.was_staged = host is not None and host.complete
+        self._copying: DeviceEntry | None = None
+        self.was_staged = is_staged(tiers, adapter.digest)
         """whether the adapter was completely in host memory at the start"""
         self._wait()
 
@@ -52,36 +49,36 @@ class PrefetchLoad:
         """Ends the prefetch's wait for the adapter. May be called repeatedly."""
         if self.waits:
             self.waits = False
-            self._store.retract(self.adapter.digest, self._priority)
+            self._tiers.retract(self.adapter.digest, self._priority)
 
     @property
     def progress(self) -> float:
         """Returns the share, 0 to 1, of the adapter's bytes that have arrived from the store. If it was in host memory
         at the start, returns the share on the device."""
         if self.was_staged:
-            entry = self._store.device.get(self.adapter.digest)
+            entry = self._tiers.device.get(self.adapter.digest)
             return entry.copied if entry is not None else 0.0
-        host = self._store.hosts.get(self.adapter.digest)
+        host = self._tiers.hosts.get(self.adapter.digest)
         return host.fetched if host is not None else 0.0
 
     def _advance(self, may_place: bool) -> HeldTier | TooLarge | LoadFailed | None:
-        store, digest = self._store, self.adapter.digest
-        if store.ready(digest):
+        tiers, digest = self._tiers, self.adapter.digest
+        if tiers.ready(digest):
             return "device"
-        entry = store.device.get(digest)
+        entry = tiers.device.get(digest)
         self._copying = entry or self._copying
-        if self._copying is not None and self._copying.copy.failure is not None and not self._copying.copy.abandoned:
-            return self._copying.copy.failure
+        if self._copying is not None and self._copying.failure is not None:
+            return self._copying.failure
         if entry is not None:
             return None
-        if not self._is_staged():
+        if not is_staged(tiers, digest):
             self._wait()
-            host = store.hosts.load(self.adapter)
+            host = tiers.hosts.load(self.adapter)
             if host.failed:  # an abandoned load is started again at the next call
-                return None if host.state is HostState.ABANDONED else host.failure
-            if host.size > store.largest:
-                store.hosts.forget(host)
-                return TooLarge(host.size, store.largest)
+                return None if host.abandoned else host.failure
+            if host.size > tiers.largest:
+                tiers.hosts.drop(digest)
+                return TooLarge(host.size, tiers.largest)
             return None
         if not self._to_device:
             return "host"
@@ -90,14 +87,9 @@ class PrefetchLoad:
             return None
         return self._place()
 
-    def _is_staged(self) -> bool:
-        """Returns whether the adapter is completely in host memory."""
-        host = self._store.hosts.get(self.adapter.digest)
-        return host is not None and host.complete
-
     def _place(self) -> HeldTier | TooLarge | LoadFailed | None:
         self._wait()
-        refusal = self._store.place(self.adapter, self._spared)
+        refusal = self._tiers.place(self.adapter, self._spared)
         if isinstance(refusal, NoRoom):
             return "host"
         return refusal if isinstance(refusal, (TooLarge, LoadFailed)) else None
@@ -105,4 +97,4 @@ class PrefetchLoad:
     def _wait(self) -> None:
         if not self.waits:
             self.waits = True
-            self._store.announce(self.adapter, self._priority, self._spared)
+            self._tiers.announce(self.adapter, self._priority, self._spared)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from cluster.residency import WantedAdapter, WantedResidency, WantedTier
-from node_agent.adapter_memory.loader_threads import Priority
-from node_agent.adapter_memory.store import AdapterStore
+from node_agent.adapter_memory.priority import Priority
+from node_agent.engine.adapter_tiers import AdapterTiers, is_staged
 from node_agent.engine.idle_limits import IdleLimits
 from node_agent.engine.prefetch_load import PrefetchLoad
 from node_agent.engine.prefetch_record import MAX_AT_ONCE, Bounds, PrefetchRecord
@@ -71,12 +71,12 @@ class _Prefetched:
 class Prefetcher:
     """Prefetches by the gateway's hints. Only the engine's thread calls it."""
 
-    def __init__(self, store: AdapterStore, waste: float | None) -> None:
+    def __init__(self, tiers: AdapterTiers, waste: float | None) -> None:
         """`waste`: wasted share of prefetched bytes above which prefetching slows down; None: only provisioned copies
         are loaded."""
-        self._store, self._enabled = store, waste is not None
-        self.record = PrefetchRecord(waste or 0.0, store.adapter_memory // LEEWAY)
-        self._idle_limits = IdleLimits(store, self.wants)
+        self._tiers, self._enabled = tiers, waste is not None
+        self.record = PrefetchRecord(waste or 0.0, tiers.adapter_memory // LEEWAY)
+        self._idle_limits = IdleLimits(tiers, self.wants)
         self._wants: dict[str, WantedAdapter] = {}
         """hints by digest, in order of importance"""
         self._until = 0.0
@@ -121,7 +121,7 @@ class Prefetcher:
 
     def record_call(self, digest: str) -> None:
         """Records a request for the adapter, which takes over a running prefetch. The request must already wait for the
-        adapter (AdapterStore.announce)."""
+        adapter (AdapterTiers.announce)."""
         now = time.monotonic()
         each, prefetched = self._underway.pop(digest, None), self._prefetched.pop(digest, None)
         if each is not None:
@@ -137,7 +137,7 @@ class Prefetcher:
         now = time.monotonic()
         if self._wants and now >= self._until:
             self.clear()
-        may_place = bool(self._underway) and not self._store.urgent_loads
+        may_place = bool(self._underway) and not self._tiers.urgent_loads
         for each in list(self._underway.values()):
             self._advance(each, may_place or each.is_kept)
         if now >= self._look_at:
@@ -151,21 +151,21 @@ class Prefetcher:
         """Returns whether the idle adapter `digest` may be evicted to load `target`, which must be more likely to be
         called."""
         want, candidate = self._wants.get(target), self._wants.get(digest)
-        if want is None or self._store.hosts.waiting(digest):
+        if want is None or self._tiers.hosts.waiting(digest):
             return False
         if self._is_kept(want):
             return candidate is None or candidate.provisioned is None
         if candidate is not None:
             return not candidate.pinned and candidate.chance * HYSTERESIS <= _chance(want)
-        return self._store.demand.chance(digest, time.monotonic()) * HYSTERESIS <= _chance(want)
+        return self._tiers.demand.chance(digest, time.monotonic()) * HYSTERESIS <= _chance(want)
 
     # --- inside
 
     def _replace_wants(self, wants: dict[str, WantedAdapter]) -> None:
         self._wants = wants
-        self._store.expect({digest: _chance(want) for digest, want in wants.items()})
+        self._tiers.expect({digest: _chance(want) for digest, want in wants.items()})
         provisioned = {digest: want.provisioned for digest, want in wants.items()}
-        self._store.pin(*([d for d, tier in provisioned.items() if tier == pinned] for pinned in ("device", "host")))
+        self._tiers.pin(*([d for d, tier in provisioned.items() if tier == pinned] for pinned in ("device", "host")))
         for digest, each in list(self._underway.items()):
             want = wants.get(digest)
             if want is None or self._is_kept(want) != each.is_kept:
@@ -198,7 +198,7 @@ class Prefetcher:
         if progress < each.progress:  # a request took its room, and it started again
             self._waste(each, each.progress)
         each.progress = progress
-        if self._store.hosts.lacks_room(adapter.digest):
+        if self._tiers.hosts.lacks_room(adapter.digest):
             self._drop(adapter.digest)  # other prefetches may find room
             self._rest(adapter.digest, _full_rest(each))
             return
@@ -222,7 +222,7 @@ class Prefetcher:
 
     def _judge(self, now: float) -> None:
         for digest, prefetched in list(self._prefetched.items()):
-            is_here = self._store.on_device(digest) or self._is_staged(digest)
+            is_here = self._tiers.on_device(digest) or is_staged(self._tiers, digest)
             if is_here and (digest in self._wants or now - prefetched.at < UNUSED_S):
                 continue
             del self._prefetched[digest]
@@ -231,7 +231,7 @@ class Prefetcher:
     def _begin(self, now: float) -> None:
         if not self._wants:
             return
-        bounds, steps_back = self.record.bounds(now), self._store.urgent_loads
+        bounds, steps_back = self.record.bounds(now), self._tiers.urgent_loads
         for digest, want in self._wants.items():
             is_kept = self._is_kept(want)
             tier = want.provisioned if is_kept and want.provisioned is not None else want.tier
@@ -239,12 +239,12 @@ class Prefetcher:
                 continue
             if [each.is_kept for each in self._underway.values()].count(is_kept) >= MAX_AT_ONCE:
                 continue
-            if digest in self._underway or (digest, tier) in self._rests or self._store.hosts.waiting(digest):
+            if digest in self._underway or (digest, tier) in self._rests or self._tiers.hosts.waiting(digest):
                 continue
             if self._is_held_back(want, bounds) or self._is_there(want):
                 continue
             load = PrefetchLoad(
-                self._store,
+                self._tiers,
                 want.adapter,
                 Priority.REQUEST if is_kept else Priority.PREDICTED,
                 to_device=tier == "device",
@@ -254,12 +254,9 @@ class Prefetcher:
 
     def _is_kept(self, want: WantedAdapter) -> bool:
         """Returns whether a load for this hint is one of its provisioned copy, and not a predicted prefetch."""
-        return want.provisioned == "device" or (want.provisioned == "host" and not self._is_staged(want.adapter.digest))
-
-    def _is_staged(self, digest: str) -> bool:
-        """Returns whether the adapter is completely in host memory."""
-        host = self._store.hosts.get(digest)
-        return host is not None and host.complete
+        return want.provisioned == "device" or (
+            want.provisioned == "host" and not is_staged(self._tiers, want.adapter.digest)
+        )
 
     def _is_held_back(self, want: WantedAdapter, bounds: Bounds) -> bool:
         if want.pinned and not _is_above_its_tier(want):
@@ -269,9 +266,9 @@ class Prefetcher:
     def _is_there(self, want: WantedAdapter) -> bool:
         """Returns whether the adapter is in the hint's tier or a higher one. Also returns True if it already has room
         on the device."""
-        if self._store.on_device(want.adapter.digest):
+        if self._tiers.on_device(want.adapter.digest):
             return True
-        return want.tier == "host" and self._is_staged(want.adapter.digest)
+        return want.tier == "host" and is_staged(self._tiers, want.adapter.digest)
 
     def _rest(self, digest: str, seconds: float, *tiers: WantedTier) -> None:
         """Blocks loads of the adapter to these tiers for `seconds`; to all tiers if none is given."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.adapter_tiers import AdapterTiers
 from node_agent.engine.admission import Admission
 from node_agent.engine.limits import Limits
 from node_agent.engine.prefixes import Prefixes
@@ -38,7 +38,7 @@ class HotRows:
 class Scheduler:
     """Scheduler of the batch `running` (requests by id), which the engine changes."""
 
-    def __init__(self, limits: Limits, running: dict[str, Request], prefixes: Prefixes, store: AdapterStore) -> None:
+    def __init__(self, limits: Limits, running: dict[str, Request], prefixes: Prefixes, store: AdapterTiers) -> None:
         self.queue = WaitingQueue(limits.queue_limit)
         self.callers = Callers()
         self.short = False

@@ -12,7 +12,7 @@ from adapters.artifact import encode_header, read_header
 from adapters.store import Arrived, ObjectStore
 from cluster.messages import Adapter
 from node_agent.adapter_memory import fetch, loader, ranges
-from node_agent.adapter_memory.loader_threads import Priority
+from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.store import AdapterStore
 from tests.node_agent.adapter_world import World, assert_contents, lease, loaded_lease, until
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import LoaderThreads
+from node_agent.adapter_memory.priority import Priority
 
 
 class Pieces:

@@ -13,8 +13,9 @@ import torch
 
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import HostAdapter
+from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import DiskCacheConfig, LinkConfig
 from node_agent.leases import LayerState, Lease

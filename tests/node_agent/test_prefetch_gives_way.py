@@ -7,7 +7,7 @@ import time
 import pytest
 
 from node_agent.adapter_memory import loader
-from node_agent.adapter_memory.loader_threads import Priority
+from node_agent.adapter_memory.priority import Priority
 from node_agent.leases import LayerState, Lease, NoRoom, Pending, TooLarge
 from tests.node_agent.adapter_world import LAYERS, World, assert_contents, lease, until
 from tests.node_agent.coldstart.pools import eventually

@@ -14,8 +14,8 @@ import pytest
 from cluster.messages import Adapter
 from node_agent.adapter_memory import loads
 from node_agent.adapter_memory.layout import AdapterLayout
-from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
+from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import LinkConfig
 from node_agent.engine import request as request_module

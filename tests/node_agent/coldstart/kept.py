@@ -8,9 +8,10 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.residency import InUse, evict
+from node_agent.adapter_memory.residency import evict
 from node_agent.coldstart.learning import HOST_FADE_S, HOST_RATE, Correction
 from node_agent.coldstart.workers import WorkerPool
+from node_agent.leases import InUse
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.pools import LONG, eventually
 from tests.support.local_engine import LocalEngine

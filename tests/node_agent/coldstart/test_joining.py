@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.residency import InUse, evict
+from node_agent.adapter_memory.residency import evict
 from node_agent.coldstart.learning import Correction
 from node_agent.coldstart.messages import PassMessages
 from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample, kind_of
 from node_agent.coldstart.planner import PLANS, Contention
 from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
-from node_agent.leases import Lease
+from node_agent.leases import InUse, Lease
 from node_agent.types import Plan
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.kept import pool_of
