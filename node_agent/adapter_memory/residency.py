@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
+from node_agent.adapter_memory.disk_cache import DiskCache
+from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
 from node_agent.leases import InUse, LayerState
-
-if TYPE_CHECKING:
-    from node_agent.adapter_memory.store import AdapterStore
 
 STATE_NAMES: dict[int, LayerName] = {
     LayerState.NO: "no",
@@ -24,7 +24,21 @@ MAX_ON_DISK = 1024
 all."""
 
 
-def adapter_states(store: AdapterStore) -> AdapterStates:
+class Tiers(Protocol):
+    """Adapters of all tiers."""
+
+    device: OrderedDict[str, DeviceAdapter]
+    hosts: HostTier
+    cache: DiskCache | None
+
+    def ready(self, digest: str) -> bool:
+        """Returns whether all layers of the adapter are on the device."""
+
+    def discard(self, digest: str) -> bool:
+        """Evicts an idle adapter from the device. Returns False when it is in use or not there."""
+
+
+def adapter_states(store: Tiers) -> AdapterStates:
     """Returns the states of adapters on the device first, then in host memory or loading, then on disk. Each is listed
     once."""
     in_memory = [_on_device(store, entry) for entry in store.device.values()]
@@ -35,7 +49,7 @@ def adapter_states(store: AdapterStore) -> AdapterStates:
     return AdapterStates(in_memory + on_disk[:MAX_ON_DISK], max(0, len(on_disk) - MAX_ON_DISK))
 
 
-def tier_of(store: AdapterStore, digest: str) -> HeldTier:
+def tier_of(store: Tiers, digest: str) -> HeldTier:
     """Returns the highest tier with the complete adapter: device, host or disk; absent when none has it."""
     if store.ready(digest):
         return "device"
@@ -45,7 +59,7 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
     return "disk" if store.cache is not None and store.cache.has(digest) else "absent"
 
 
-def evict(store: AdapterStore, digest: str) -> bool:
+def evict(store: Tiers, digest: str) -> bool:
     """Evicts the adapter from device, host memory and disk. Returns False when it is in none of them.
 
     Raises InUse while a request leases or awaits it, CPU workers read it, or its load runs.
@@ -63,7 +77,7 @@ def evict(store: AdapterStore, digest: str) -> bool:
     return store.discard(digest) or host is not None or on_disk
 
 
-def _on_device(store: AdapterStore, entry: DeviceAdapter) -> AdapterState:
+def _on_device(store: Tiers, entry: DeviceAdapter) -> AdapterState:
     host, copy = entry.host, entry.copy
     return AdapterState(
         digest=host.digest,

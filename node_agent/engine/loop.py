@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator
 
-from cluster.messages import GenerateRequest
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.device import EventWatch
 from node_agent.device_event import Event
+from node_agent.engine.base import EngineBase
 from node_agent.engine.batch import build_lora, build_step, rules_of
 from node_agent.engine.cold import ColdPasses
-from node_agent.engine.events import end_of, expired, finished, score_events, split_scores
+from node_agent.engine.events import score_events, split_scores
 from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
-from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.joining import Joined, Joining
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
-from node_agent.engine.orders import Orders
 from node_agent.engine.overlap import Overlap
-from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.pulse import Pulse
-from node_agent.engine.request import ColdPhases, Request
+from node_agent.engine.request import Request
 from node_agent.engine.rows import Row
-from node_agent.engine.scheduler import HotRows, Scheduler
-from node_agent.ipc import Admitted, EngineEvent, Generated, Top
-from node_agent.leases import LoadFailed
-from node_agent.performance.drift import Drift
+from node_agent.engine.scheduler import HotRows
+from node_agent.ipc import Top
 from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.sending_runner import batch_device
-from node_agent.states import RequestState
 from node_agent.types import IdleWork, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
 
-class Engine:
-    """Engine that owns the requests. One thread calls all methods; `step` runs one iteration."""
+class Engine(EngineBase):
+    """Engine that computes by a runner, in hot and cold passes. One thread calls all methods; `step` runs one
+    iteration."""
+
+    store: AdapterStore
 
     def __init__(
         self,
@@ -55,13 +51,10 @@ class Engine:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` is called when a pass that waits for adapter bytes may continue; any thread may call it."""
-        self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
+        blocks = BlockPool(runner.num_blocks, runner.block_tokens)
+        super().__init__(limits, store, Prefixes(blocks, limits.prefix_cache), eos_ids)
+        self.runner = runner
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
-        self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
-        self.prefixes = Prefixes(self.blocks, limits.prefix_cache)
-        self.running: dict[str, Request] = {}
-        self.scheduler = Scheduler(limits, self.running, self.prefixes, store)
-        self.queue = self.scheduler.queue
         self.pulse = Pulse(compiles=runner.device.type != "cpu")
         self._device_events = EventWatch(on_change)
         self.cold = ColdPasses(
@@ -70,15 +63,8 @@ class Engine:
         self.joining = Joining(self.cold, runner, lambda batch, decodes: self.start_lora(batch, decodes))
         self.hot = HotPasses(runner, self._tensors, self.pulse)
         self.overlap = Overlap(self.hot, runner, self.running)
-        self.prefetcher = Prefetcher(store, limits.prefetch_waste)
-        self.orders = Orders(store, self.prefetcher)
         self.worker_manager: IdleWork | None = None
         """Starts and measures the CPU LoRA workers; None until the engine is set up."""
-        self.drift: Drift | None = None
-        """Performance model that the node publishes, with its corrections; None if it has none."""
-        self.measuring: float | None = None
-        """Finished share, 0 to 1, of a running measurement of the performance model; None: none is running."""
-        self._events: list[EngineEvent] = []
 
     @property
     def cold_start(self) -> ColdStarts:
@@ -98,53 +84,12 @@ class Engine:
             self.assist.workers.close()
         self.store.close()
 
-    # --- interface of the engine process
-
-    def submit(self, message: GenerateRequest) -> None:
-        """Queues a request and starts its adapter's load, or finishes it at once with an error."""
-        request = request_of(message)
-        problem = self._problem(request)
-        if problem is not None:
-            self._finish(request, "error", *problem)
-            return
-        ended = end_of(request, self.eos_ids) if request.generated else None
-        if ended is not None:  # the previous node failed before it could report the end
-            self._finish(request, ended)
-            return
-        request.after_idle = self.scheduler.callers.record_call(request)
-        if request.adapter is not None:
-            request.arrival_tier = self.store.announce(request.adapter)
-            self.prefetcher.record_call(request.adapter.digest)
-        self.queue.add(request)
-
-    def cancel(self, request_id: str) -> None:
-        """Cancels the request unless it has already ended."""
-        request = self.running.get(request_id) or self.queue.get(request_id)
-        if request is not None:
-            self._finish(request, "cancelled")
-
-    def cancel_all(self) -> None:
-        for request in [*self.queue, *self.running.values()]:
-            self._finish(request, "cancelled")
-
     def step(self) -> bool:
         """Runs one iteration. Returns whether anything was computed. If not, the caller waits for a message, a load or
         a deadline."""
         self.prepare()
         used = self.compute_cold()
         return len(list(self.compute_hot(used))) > 0 or used > 0
-
-    def prepare(self) -> None:
-        """Runs the fast part of an iteration: records arrivals, ends expired requests, and admits others. Its events
-        can be sent before the slow part begins."""
-        self.store.poll()
-        if self.assist is not None:
-            self.assist.poll()
-        self.blocks.poll()
-        self._expire()
-        self._admit()
-        self.orders.poll(may_place=not self.queue)
-        self.prefetcher.poll()
 
     def compute_cold(self) -> int:
         """Computes the cold passes, before the hot ones. Returns the number of prompt tokens whose computation takes as
@@ -202,104 +147,21 @@ class Engine:
         running request's adapter loads."""
         return self.cold_start.mode.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
-    def take_events(self) -> list[EngineEvent]:
-        """Returns the events since the last call, in order."""
-        events, self._events = self._events, []
-        return [*events, *self.orders.answers()]
+    # --- what EngineBase needs
 
-    def put_back(self, events: list[EngineEvent]) -> None:
-        """Puts events back that another caller should get. The next `take_events` returns them first."""
-        self._events[:0] = events
+    def _poll(self) -> None:
+        super()._poll()
+        if self.assist is not None:
+            self.assist.poll()
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.queue or self.running)
+    def _start(self, request: Request) -> None:
+        request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
 
-    def next_deadline(self) -> float | None:
-        """Returns the earliest deadline in monotonic seconds; None without requests."""
-        return min((r.deadline for r in [*self.queue, *self.running.values()]), default=None)
+    def _stop(self, request: Request) -> list[Event]:
+        self.cold.book_loads([request])  # include load times since the last iteration
+        return [*self.cold.drop(request), *self.overlap.drop(request)]
 
     # --- inside an iteration
-
-    def _problem(self, request: Request) -> tuple[str, str] | None:
-        if request.id in self.running or self.queue.get(request.id):
-            return "conflict", f"request {request.id} is running already"
-        problem = problem_of(request, self.limits, self.blocks)
-        if problem is not None or not self.queue.full:
-            return problem
-        full = "overloaded", f"{self.limits.queue_limit} requests are queued on this node"
-        displaced = self.queue.displaced_by(request)
-        if displaced is None:
-            return full
-        self._finish(displaced, "error", *full)
-        return None
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for request in [r for r in [*self.queue, *self.running.values()] if now >= r.deadline]:
-            self._finish(request, *expired(request))
-
-    def _admit(self) -> None:
-        if not self.queue:
-            return
-        admission = self.scheduler.admit(self.limits.max_rows, self._preempt)
-        for request in admission.admitted:
-            self._retract(request)
-            self._begin(request)
-        for entry in admission.refused:
-            log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
-            self._retract(entry.request)
-            self._finish(entry.request, "error", entry.type, entry.message, damaged=entry.damaged)
-
-    def _begin(self, request: Request) -> None:
-        """Starts a request that has been admitted."""
-        now = time.monotonic()
-        waited = request.held_s or (request.cold is not None and not request.cold.load)
-        if request.lease is not None and (waited or not self.store.loaded(request.lease)):
-            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held_s)
-            if not request.admitted and request.arrival_tier == "none":
-                request.arrival_tier = self.store.source(request.lease)
-        self.running[request.id] = request
-        request.change_state(RequestState.RUNNING)
-        request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
-        if not request.admitted:
-            request.admitted = now
-            self._events.append(Admitted(request.id, request.arrival_tier, request.found_tokens))
-
-    def _preempt(self, request: Request) -> None:
-        """Preempts a running request: frees its resources and queues it again. Its generated tokens stay; they are
-        computed again together with its prompt."""
-        if request.cold is not None and not request.cold.load:
-            request.cold.end_wait(time.monotonic())
-        if request.adapter is not None:
-            self.store.announce(request.adapter)  # before its lease ends, otherwise a running load would be cancelled
-        self._free(request, self.overlap.drop(request))
-        request.begin_again()
-        del self.running[request.id]
-        self.queue.add(request)
-
-    def _free(self, request: Request, after: list[Event]) -> None:
-        """Frees the request's lease and blocks once these events have ended."""
-        if request.lease is not None:
-            self.store.release(request.lease, after, served=bool(request.first_token))
-            request.lease = None
-        self.blocks.release(request.blocks, after)
-        request.blocks = []
-
-    def _retract(self, request: Request) -> None:
-        if request.adapter is not None:
-            self.store.retract(request.adapter.digest)
-
-    def _is_loaded(self, request: Request) -> bool:
-        """Returns whether the whole adapter is on the device, or the request has none."""
-        return request.lease is None or self.store.loaded(request.lease)
-
-    def _fail_loads(self) -> None:
-        for request in list(self.running.values()):
-            if request.cold is not None and not request.cold.load and request.lease is not None:
-                failure = self.store.failure(request.lease)
-                if failure is not None:
-                    self._fail_load(request, failure)
 
     def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora, Plan]:
         """Starts a cold pass. Returns the pass, its LoRA, and its plan, which differs from the given one if no workers
@@ -355,46 +217,8 @@ class Engine:
                 logprobs = output.logprobs[i]
                 self._take_token(row.request, token, Top(*logprobs) if logprobs else None)
 
-    def _take_token(self, request: Request, token: int, top: Top | None) -> None:
-        now = time.monotonic()
-        self.prefixes.learn(request)
-        if not request.generated and now >= request.deadline:
-            self._finish(request, "error", "timeout", "no token was ready before the deadline")
-            return
-        request.first_token = request.first_token or now
-        request.tokens.append(token)
-        if request.rules is not None:
-            request.rules.append_token(token)
-        self._events.append(Generated(request.id, token, top))
-        self.queue.charge_token(request)
-        ended = end_of(request, self.eos_ids)
-        if ended is not None:
-            self._finish(request, ended)
-
     # --- how requests end
 
     def _fail_numbers(self, request: Request) -> None:
         log.error("request %s: logits are not finite", request.id)
         self._finish(request, "error", "internal", "the model's output was not finite")
-
-    def _fail_load(self, request: Request, failure: LoadFailed) -> None:
-        assert request.adapter is not None
-        log.warning("load of %s failed: %s", request.adapter.digest, failure.reason)
-        message = f"adapter {request.adapter.digest[:12]} could not be loaded on this node"
-        self._finish(request, "error", "unavailable", message, damaged=failure.damaged)
-
-    def _finish(
-        self, request: Request, reason: str, error_type: str = "", error: str = "", *, damaged: bool = False
-    ) -> None:
-        """Frees all resources of the request, then emits its end."""
-        self.cold.book_loads([request])  # include load times since the last iteration
-        self._free(request, [*self.cold.drop(request), *self.overlap.drop(request)])
-        if self.running.get(request.id) is request:
-            del self.running[request.id]
-        elif self.queue.get(request.id) is request:
-            self.queue.remove(request)
-            self._retract(request)
-        request.change_state(RequestState.FINISHED)
-        if not self.busy:
-            self.queue.shares.reset()
-        self._events.append(finished(request, reason, error_type, error, damaged=damaged))
