@@ -265,12 +265,3 @@ class Plan:
     """number of other running requests, which also wait while the engine waits for workers"""
     by_profile: float = 0.0
     """forecast seconds until the chunk's end by the profile alone; 0 if the chunk shares the engine or the link"""
-
-
-class IdleWork(Protocol):
-    """Work that the engine's thread does while the engine is idle, such as measuring calls with CPU workers."""
-
-    def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works until `should_yield` returns True. Returns False when there is nothing to do now."""
-
-    def close(self) -> None: ...

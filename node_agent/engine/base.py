@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 from cluster.messages import GenerateRequest
 from node_agent.device_event import Event
@@ -15,9 +16,11 @@ from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prefixes import Prefixes
+from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import Scheduler
-from node_agent.ipc import Admitted, EngineEvent, Generated, Top
+from node_agent.idle_work import IdleWork
+from node_agent.ipc import Admitted, EngineEvent, Generated, Ready, Top
 from node_agent.leases import LoadFailed
 from node_agent.performance.drift import Drift
 from node_agent.states import RequestState
@@ -29,7 +32,10 @@ class EngineBase(ABC):
     """Engine that owns the requests: queue, admission, deadlines, adapters and ends. Subclasses compute the tokens. One
     thread calls all methods."""
 
-    def __init__(self, limits: Limits, store: AdapterTiers, prefixes: Prefixes, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, limits: Limits, store: AdapterTiers, prefixes: Prefixes, eos_ids: frozenset[int], pulse: Pulse
+    ) -> None:
+        self.pulse = pulse
         self.limits, self.store, self.eos_ids = limits, store, eos_ids
         self.prefixes, self.blocks = prefixes, prefixes.blocks
         self.running: dict[str, Request] = {}
@@ -41,6 +47,8 @@ class EngineBase(ABC):
         """Performance model that the node publishes, with its corrections; None if it has none."""
         self.measuring: float | None = None
         """Finished share, 0 to 1, of a running measurement of the performance model; None: none is running."""
+        self.worker_manager: IdleWork | None = None
+        """Starts and measures the CPU LoRA workers; None if the engine has none."""
         self._events: list[EngineEvent] = []
 
     # --- what a subclass defines
@@ -53,6 +61,24 @@ class EngineBase(ABC):
     def _stop(self, request: Request) -> list[Event]:
         """Ends the computation of a running or waiting request. Returns the events after which its adapter and KV
         blocks are free."""
+
+    def compute_cold(self) -> int:
+        """Computes passes of requests whose adapters are loading. Returns the number of prompt tokens whose computation
+        takes as long in a warm pass. Does nothing if tokens are computed in other threads or processes."""
+        return 0
+
+    def compute_hot(self, used: int) -> Iterator[None]:  # noqa: ARG002
+        """Computes the other passes of an iteration. Yields after each, so that its events can be sent before the next
+        one. `used`: prompt tokens of the iteration that cold passes have used."""
+        return iter(())
+
+    def ready_now(self, ready: Ready) -> Ready:
+        """Returns the message with what has changed since the start."""
+        return ready
+
+    def heal(self) -> list[str]:
+        """Checks and repairs adapter memory while the engine is idle. Returns what was damaged."""
+        return []
 
     # --- interface of the engine process
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from cluster.messages import ColdStart
 from node_agent.engine.request import Request
 from node_agent.engine.rows import Row
 from node_agent.ipc import Finished, PromptScored, Top
-from node_agent.types import ScoredToken
+
+if TYPE_CHECKING:
+    from node_agent.types import ScoredToken
 
 SCORES_PER_EVENT = 256
 """Prompt tokens per event. With 64 alternatives each, the event stays below a megabyte."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 
+from msgspec.structs import replace
+
+from node_agent.adapter_memory.integrity import heal
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
@@ -25,11 +28,11 @@ from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import Request
 from node_agent.engine.rows import Row
 from node_agent.engine.scheduler import HotRows
-from node_agent.ipc import Top
+from node_agent.ipc import Ready, Top
 from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.sending_runner import batch_device
-from node_agent.types import IdleWork, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
+from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
@@ -52,10 +55,10 @@ class Engine(EngineBase):
     ) -> None:
         """`on_change` is called when a pass that waits for adapter bytes may continue; any thread may call it."""
         blocks = BlockPool(runner.num_blocks, runner.block_tokens)
-        super().__init__(limits, store, Prefixes(blocks, limits.prefix_cache), eos_ids)
+        pulse = Pulse(compiles=runner.device.type != "cpu")
+        super().__init__(limits, store, Prefixes(blocks, limits.prefix_cache), eos_ids, pulse)
         self.runner = runner
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
-        self.pulse = Pulse(compiles=runner.device.type != "cpu")
         self._device_events = EventWatch(on_change)
         self.cold = ColdPasses(
             cold_start, self._start_cold, self._book, runner, self.pulse, self._device_events, limits.max_cold
@@ -63,8 +66,6 @@ class Engine(EngineBase):
         self.joining = Joining(self.cold, runner, lambda batch, decodes: self.start_lora(batch, decodes))
         self.hot = HotPasses(runner, self._tensors, self.pulse)
         self.overlap = Overlap(self.hot, runner, self.running)
-        self.worker_manager: IdleWork | None = None
-        """Starts and measures the CPU LoRA workers; None until the engine is set up."""
 
     @property
     def cold_start(self) -> ColdStarts:
@@ -148,6 +149,18 @@ class Engine(EngineBase):
         return self.cold_start.mode.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
     # --- what EngineBase needs
+
+    def ready_now(self, ready: Ready) -> Ready:
+        decision = self.cold_start.decision
+        return replace(
+            ready,
+            cpu_workers=decision.count,
+            cpu_workers_reason=decision.reason,
+            cpu_workers_ms={name: round(value, 2) for name, value in decision.figures},
+        )
+
+    def heal(self) -> list[str]:
+        return heal(self.store)
 
     def _poll(self) -> None:
         super()._poll()

@@ -8,14 +8,14 @@ from msgspec.structs import replace
 
 from cluster.news import StrictRoom
 from cluster.node_load import tightest_tpot
-from node_agent.engine.loop import Engine
+from node_agent.engine.base import EngineBase
 from node_agent.engine.preemption import strict_room
 from node_agent.engine.promises import paused_on_average, tightest_promise
 from node_agent.engine.reserves import Room
 from node_agent.ipc import Stats
 
 
-def stats_of(engine: Engine) -> Stats:
+def stats_of(engine: EngineBase) -> Stats:
     """Returns a snapshot of the engine between two iterations."""
     running, queue, store, drift = list(engine.running.values()), engine.queue, engine.store, engine.drift
     tightest = tightest_tpot(
@@ -44,7 +44,7 @@ def stats_of(engine: Engine) -> Stats:
     )
 
 
-def _strict_room(engine: Engine) -> StrictRoom:
+def _strict_room(engine: EngineBase) -> StrictRoom:
     running, rows = list(engine.running.values()), engine.limits.max_rows
     reserved = engine.scheduler.reserves(rows).for_strict()
     free = Room(rows - len(running), engine.blocks.free)

@@ -23,8 +23,6 @@ from node_agent.performance.cases import IDLE, Bounds, Case
 from node_agent.performance.setup import cold_costs, fit, performance_file, profile_of, publish
 from node_agent.performance.sweep import Bench, GaveWay, Run, SweepTooSlow, all_cases, bench, passes, sweep_of
 
-QUIET_S = 3.0
-"""Seconds without requests and loads after which a node counts as idle, since recent callers may call again."""
 SLICE_S = 0.2
 """Seconds after which a slice starts no further pass."""
 BUSY_SHARE = 0.25

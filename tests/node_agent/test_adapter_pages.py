@@ -23,7 +23,9 @@ from node_agent.adapter_memory.pages import PageMap, choose_page_size
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.adapter_memory.weights import view_weights
-from node_agent.engine_process import Loop, WakeUp, ready_message
+from node_agent.engine_channel import WakeUp
+from node_agent.engine_loop import Loop
+from node_agent.engine_process import ready_message
 from node_agent.types import GROUPS
 from tests.node_agent.adapter_world import World, assert_contents, host_slot, loaded_lease
 from tests.node_agent.memory_usage import device_usage, host_usage

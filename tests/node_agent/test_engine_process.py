@@ -19,9 +19,11 @@ from node_agent.cores import spare_cores
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
 from node_agent.engine.rows import Row
-from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
+from node_agent.engine_channel import Channel, WakeUp
+from node_agent.engine_loop import Loop
+from node_agent.engine_process import ready_message
+from node_agent.idle_work import QUIET_S
 from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Ready, Submit, encode, event_decoder
-from node_agent.performance.idle import QUIET_S
 from tests.node_agent.test_floods import STORY, flooded
 from tests.support.local_engine import MakeEngine
 

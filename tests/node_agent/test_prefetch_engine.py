@@ -15,7 +15,9 @@ from node_agent.adapter_memory.integrity import check_memory
 from node_agent.config import LinkConfig
 from node_agent.engine import prefetcher
 from node_agent.engine.stats import stats_of
-from node_agent.engine_process import Loop, WakeUp, ready_message
+from node_agent.engine_channel import WakeUp
+from node_agent.engine_loop import Loop
+from node_agent.engine_process import ready_message
 from node_agent.ipc import Evict, Prefetch
 from tests.node_agent.prefetch_world import want, wanted
 from tests.support.exact import Case, Tally, check

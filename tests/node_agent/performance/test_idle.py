@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import GenerateRequest, Sampling
-from node_agent import engine_process
-from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
+from node_agent import engine_loop
+from node_agent.engine_channel import Channel, WakeUp
+from node_agent.engine_loop import Loop
+from node_agent.engine_process import ready_message
 from node_agent.ipc import Finished, Generated, Stats, Submit, encode
 from node_agent.performance import idle as idle_module
 from node_agent.performance.idle import IdleMeasurement
@@ -64,7 +66,7 @@ def test_a_call_waits_for_no_more_than_a_layer(
 ) -> None:
     """And then finds all that the measurement had borrowed."""
     engine = make_engine()
-    monkeypatch.setattr(engine_process, "QUIET_S", 0.0)
+    monkeypatch.setattr(engine_loop, "QUIET_S", 0.0)
     idle = IdleMeasurement(engine.engine, engine.config, engine.base)
     held = (engine.engine.blocks.free, engine.engine.store.residents(), engine.engine.store.leases)
     layers, start, calls_at = list[int](), engine.engine.runner.start, [2]
@@ -108,8 +110,8 @@ def test_an_engine_is_heard_of_amid_a_slice(
 ) -> None:
     """And nothing of what the measurement has borrowed is seen."""
     engine = make_engine()
-    monkeypatch.setattr(engine_process, "QUIET_S", 0.0)
-    monkeypatch.setattr(engine_process, "STATS_INTERVAL", 0.0)
+    monkeypatch.setattr(engine_loop, "QUIET_S", 0.0)
+    monkeypatch.setattr(engine_loop, "STATS_INTERVAL", 0.0)
     idle = IdleMeasurement(engine.engine, engine.config, engine.base)
     free, resident, layers = engine.engine.blocks.free, engine.engine.store.residents(), list[int]()
     start = engine.engine.runner.start

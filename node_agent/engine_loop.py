@@ -1,0 +1,182 @@
+"""Main loop of an engine process: commands from the API process, iterations of the engine, events to the API
+process."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections.abc import Callable
+from functools import partial
+
+from node_agent.engine.base import EngineBase
+from node_agent.engine.stats import stats_of
+from node_agent.engine_channel import Channel, Disconnected, WakeUp
+from node_agent.heartbeat import Heartbeat
+from node_agent.idle_work import QUIET_S, EndingWork
+from node_agent.ipc import Cancel, PrefetchHints, Ready, Submit
+
+STATS_INTERVAL = 0.2
+"""Seconds between two snapshots of an idle engine. A working engine sends them at least MIN_STATS_INTERVAL apart."""
+MIN_STATS_INTERVAL = 0.05
+CHECK_INTERVAL = 60.0
+"""Seconds between two checks of adapter memory of an idle engine."""
+RECONNECT_INTERVAL = 0.1
+
+log = logging.getLogger("garnish.engine")
+
+
+class Loop:
+    """Main loop: runs the engine for successive API processes until `stopping`."""
+
+    def __init__(
+        self,
+        engine: EngineBase,
+        ready: Ready,
+        wake: WakeUp,
+        stopping: Callable[[], bool],
+        idle: EndingWork | None = None,
+    ) -> None:
+        self.engine, self.ready, self.wake, self.stopping, self.idle = engine, ready, wake, stopping, idle
+        self._active_at = time.monotonic()
+        self._stats_at = 0.0
+        self._snapshot = stats_of(engine)
+        self._check_at = time.monotonic() + CHECK_INTERVAL
+
+    def run(self, path: str, heartbeat: int | None) -> None:
+        """Serves API processes at the socket `path`, one after the other, until `stopping` returns True. `heartbeat`:
+        descriptor of the memory for heartbeats; None: none are written."""
+        if heartbeat is not None:
+            self.engine.pulse.report = Heartbeat(heartbeat).beat
+        while not self.stopping():
+            self.engine.pulse.beat()
+            try:
+                channel = Channel(path)
+            except Disconnected:
+                time.sleep(RECONNECT_INTERVAL)  # the API process is starting or restarting
+                continue
+            try:
+                self.serve(channel)
+            finally:
+                channel.close()
+
+    def serve(self, channel: Channel) -> None:
+        """Serves one API process until the connection ends or `stopping` returns True. Then cancels all requests in
+        flight, since nobody is left to read their tokens."""
+        selector = selectors.DefaultSelector()
+        selector.register(channel.socket, selectors.EVENT_READ)
+        selector.register(self.wake.fd, selectors.EVENT_READ)
+        try:
+            channel.send([self.ready, stats_of(self.engine)])
+            while not self.stopping():
+                self._iterate(channel, selector)
+        except Disconnected as error:
+            # no warning: the supervisor warns of unexpected exits
+            log.info("api process gone", extra={"reason": str(error)})
+        finally:
+            selector.close()
+            self.drop_all()
+
+    def drop_all(self) -> None:
+        self.engine.cancel_all()
+        self.engine.prefetcher.clear()
+        self.engine.take_events()
+
+    def _iterate(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        self.engine.pulse.beat()
+        self._receive(channel)
+        self.engine.prepare()
+        is_active = self._report(channel)  # send admissions before the passes, which may take long
+        used = self.engine.compute_cold()
+        is_active |= self._report(channel)
+        worked = used > 0
+        for _ in self.engine.compute_hot(used):
+            worked = True
+            is_active |= self._report(channel)
+        if worked or is_active:
+            self._active_at = time.monotonic()
+        elif not self._measure(channel, selector):
+            self._wait(channel, selector)
+
+    def _receive(self, channel: Channel) -> None:
+        for command in channel.receive():
+            if isinstance(command, Submit):
+                self.engine.submit(command.request)
+            elif isinstance(command, Cancel):
+                self.engine.cancel(command.id)
+            elif isinstance(command, PrefetchHints):
+                self.engine.prefetcher.want(command.residency)
+            else:
+                self.engine.orders.take(command)
+
+    def _report(self, channel: Channel) -> bool:
+        """Sends new events, and a snapshot when one is due. Returns whether there were new events."""
+        self.engine.pulse.beat()
+        events = self.engine.take_events()
+        happened, now = bool(events), time.monotonic()
+        if now >= self._stats_at or (happened and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
+            self._snapshot = stats_of(self.engine)
+            events.append(self._snapshot)
+            self._stats_at = now + STATS_INTERVAL
+        channel.send(events)
+        return happened
+
+    def _check_memory(self) -> None:
+        """Checks and repairs adapter memory, at most every CHECK_INTERVAL seconds and only while the engine is idle,
+        since this reads the whole table. Logs damage."""
+        if self.engine.busy or time.monotonic() < self._check_at:
+            return
+        for line in self.engine.heal():
+            log.error("adapter memory is damaged", extra={"reason": line})
+        self._check_at = time.monotonic() + CHECK_INTERVAL
+
+    def _measure(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
+        """Runs a short piece of the performance measurement, or of work on CPU workers, until a message arrives.
+        Returns False when there is nothing to do now."""
+        manager = self.engine.worker_manager
+        measures = self.idle is not None and not self.idle.ended
+        if not measures and manager is None:
+            return False
+        if self.engine.busy or self.engine.store.loading_bytes or self.engine.prefetcher.underway:
+            self._active_at = time.monotonic()
+        if time.monotonic() < self._active_at + QUIET_S:
+            return False
+        keep_alive = partial(self._keep_alive, channel, selector)
+        if self.idle is not None and measures:
+            return self.idle.work(keep_alive)
+        if manager is None or not manager.work(keep_alive):
+            return False
+        self._send_decision(channel)
+        return True
+
+    def _send_decision(self, channel: Channel) -> None:
+        """Sends the Ready message again if the decision on CPU workers has changed."""
+        now = self.engine.ready_now(self.ready)
+        if now != self.ready:
+            self.ready = now
+            channel.send([now])
+
+    def _keep_alive(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
+        """Keeps the connection alive during a measurement, and returns whether a message has arrived.
+
+        When a snapshot is due, sends the last one again. An engine without messages counts as dead, but a new snapshot
+        would include what the measurement borrows.
+        """
+        self.engine.pulse.beat()
+        if time.monotonic() >= self._stats_at:
+            channel.send([self._snapshot])
+            self._stats_at = time.monotonic() + STATS_INTERVAL
+        read = selectors.EVENT_READ  # the end of a copy also wakes the engine, but is no reason to stop
+        return self.stopping() or any(
+            key.fileobj is channel.socket and bool(events & read) for key, events in selector.select(0)
+        )
+
+    def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        """Waits for a message, a wake-up by a load, a request's deadline, or the next snapshot. Checks adapter memory
+        first."""
+        self._check_memory()
+        until = min(self._stats_at, self.engine.next_deadline() or self._stats_at)
+        write = selectors.EVENT_WRITE if channel.wants_write else 0
+        selector.modify(channel.socket, selectors.EVENT_READ | write)
+        selector.select(max(0.0, until - time.monotonic()))
+        self.wake.clear()
