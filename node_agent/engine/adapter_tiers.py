@@ -1,4 +1,4 @@
-"""What the queue, admission and prefetching need of an engine's adapter memory.
+"""The interface by which queue, admission and prefetching use an engine's adapter memory.
 
 An engine has two tiers of adapter memory: the device, where adapters are used, and host memory below it. Both engines
 of a node (docs/operate/engines.md) provide this interface; none of its methods blocks.

@@ -1,4 +1,4 @@
-"""What both engines of a node share: requests from their arrival to their end, whatever computes their tokens."""
+"""Base class of both engines of a node: requests from arrival to end, whatever computes their tokens."""
 
 from __future__ import annotations
 
