@@ -21,7 +21,9 @@ class Resolved(msgspec.Struct, frozen=True):
     bytes: int
     policy: Policy
     itemsize: int = 0
-    """Bytes per element, as in VersionEntry."""
+    """Bytes per element, as in VersionEntry; so are the next two fields."""
+    config_sha256: str = ""
+    weights_sha256: str = ""
 
 
 class Choice(msgspec.Struct, frozen=True):

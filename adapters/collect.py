@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from adapters.all_versions import FoundVersion, all_versions
-from adapters.contents import REWRITE_SECONDS, blob_key
+from adapters.blobs import blob_key
+from adapters.contents import REWRITE_SECONDS
 from adapters.disk_map import DiskMap
 from adapters.errors import CorruptArtifact
 from adapters.store import ObjectInfo, ObjectStore, all_objects

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from adapters.artifact import READ_BYTES, artifact_key, artifact_problem, write_artifact
 from adapters.base_model import BaseModel
+from adapters.blobs import blob_key
 from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, NotFound
 from adapters.full_disk import store_error
 from adapters.functions import Manifest
@@ -181,8 +182,3 @@ def _scratch() -> Iterator[Path]:
 def _copy(error: Unmakeable) -> Unmakeable:
     """Returns a copy of the error without its traceback, which would keep the files' contents in memory."""
     return InvalidAdapter(error.problems) if isinstance(error, InvalidAdapter) else CorruptArtifact(str(error))
-
-
-def blob_key(sha256: str) -> str:
-    """Returns the object key of an original file."""
-    return f"blobs/sha256/{sha256}"

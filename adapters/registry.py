@@ -262,6 +262,8 @@ class Registry:
             bytes=entry.bytes,
             policy=record.policy,
             itemsize=entry.itemsize,
+            config_sha256=entry.config_sha256,
+            weights_sha256=entry.weights_sha256,
         )
         failure = self.contents.failure(entry.digest)
         if failure is not None and isinstance(failure.error, InvalidAdapter):

@@ -9,7 +9,7 @@ import msgspec
 
 from adapters.all_versions import FoundVersion, all_versions, is_listed
 from adapters.artifact import artifact_key, artifact_problem, stored_sha256
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.disk_map import DiskMap
 from adapters.errors import NotFound
 from adapters.functions import Manifest, VersionEntry

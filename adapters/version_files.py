@@ -65,6 +65,8 @@ class VersionFiles:
             bytes=manifest.bytes,
             created=manifest.created,
             itemsize=ITEM_BYTES[manifest.dtype],
+            config_sha256=manifest.config_sha256,
+            weights_sha256=manifest.weights_sha256,
         )
 
     def _put_all(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:

@@ -79,6 +79,11 @@ class Adapter(msgspec.Struct, frozen=True):
     """Bytes per element with which `bytes` was computed. 0: unknown, because an earlier release deployed the
     adapter."""
 
+    config: str = ""
+    """SHA-256 of the original adapter_config.json, which names its blob in the registry; `weights` is that of
+    adapter_model.safetensors. Empty: unknown; a node whose engine reads the original files can't load the adapter."""
+    weights: str = ""
+
     def bytes_in(self, itemsize: int) -> int:
         """Returns the adapter's size in bytes when each element has `itemsize` bytes. Returns `bytes` when either item
         size is unknown (0)."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.errors import AdapterError
 from adapters.open_store import open_store
 from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE

@@ -51,6 +51,8 @@ class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    engine: Literal["garnish", "vllm"] = "garnish"
+    vllm: dict[str, Any] = {}
     device: Literal["auto", "cpu", "cuda"] = "auto"
     devices: Literal["all"] | Devices = "all"
     runner: Text = "auto"

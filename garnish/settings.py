@@ -15,8 +15,9 @@ from adapters.open_store import store_kind
 from garnish.config import ServiceFile
 from garnish.errors import ServiceFileError, StartError
 from gateway.config import MAX_TIMEOUT, ConfigError, GatewayConfig, check_config
-from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeConfig
+from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeConfig, VllmConfig
 from node_agent.supervisor import STOP_SLACK
+from node_agent.vllm.arguments import check_arguments
 
 UP_SHUTDOWN_SECONDS = 5.0
 """Seconds that open requests get to finish when `garnish up` ends.
@@ -194,6 +195,8 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         model_dir=str(base.directory),
         base_id=base.id,
         registry=registry_of(service, state),
+        engine=node.engine,
+        vllm=_vllm_config(service),
         devices=None if node.devices == "all" else tuple(node.devices),
         host_nodes=host_nodes,
         cpu_workers=None if node.cpu_workers == "auto" else node.cpu_workers,
@@ -204,6 +207,18 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         disk_cache=_disk_cache(service, state, node_id),
         **{name: value for name, value in settings.items() if value is not None},
     )
+
+
+def _vllm_config(service: ServiceFile) -> VllmConfig:
+    """Returns the settings of vLLM: its interpreter, which may be relative to the service file, and its engine
+    arguments. Raises ServiceFileError for arguments that are refused."""
+    stated = dict(service.node.vllm)
+    python = stated.pop("python", "")
+    problem = check_arguments(stated)
+    if problem:
+        raise ServiceFileError(service.file, None, "node.vllm", problem)
+    # The interpreter of a virtual environment is a symbolic link, which must not be resolved.
+    return VllmConfig(python and os.path.abspath(service.path(python)), stated)
 
 
 def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 RUNNERS = {
@@ -47,6 +49,15 @@ class DiskCacheConfig(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class VllmConfig(msgspec.Struct, frozen=True):
+    """Settings of a node that drives vLLM."""
+
+    python: str = ""
+    """Interpreter of the environment that has vLLM; empty: the node's own."""
+    arguments: dict[str, Any] = {}
+    """vLLM's engine arguments, by their own names."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine process. Sizes of memory are in bytes. Defaults that depend on the device are in
     node_agent/engine/setup.py."""
@@ -55,6 +66,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     base_id: str
     registry: str
     """Directory or s3:// URL of the object store."""
+    engine: Literal["garnish", "vllm"] = "garnish"
+    vllm: VllmConfig = VllmConfig()
     device: str = "auto"
     """auto, cpu or cuda"""
     devices: tuple[int, ...] | None = None

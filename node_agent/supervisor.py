@@ -71,11 +71,12 @@ def _run_processes(config: NodeConfig) -> None:
         ),
         Child(
             "engine",
-            "node_agent.engine_process",
+            "node_agent.vllm.process" if config.engine.engine == "vllm" else "node_agent.engine_process",
             EngineProcessConfig(socket=path, parent=parent, heartbeat=heartbeat, engine=config.engine),
             on_end=partial(write_exit, run_dir),
             watch=Watch(heartbeat, LOOK_S),
             inherited=heartbeat,
+            python=config.engine.vllm.python if config.engine.engine == "vllm" else "",
         ),
     ]
     clear_exit(run_dir)
@@ -99,18 +100,21 @@ class Child:
         on_end: Callable[[int], None] | None = None,
         watch: Watch | None = None,
         inherited: int | None = None,
+        python: str = "",
     ) -> None:
         """`config` is written as JSON to the process's standard input. Its output is appended to `output`, if given.
 
         `on_end` receives the exit code (as from subprocess) of each process that exits by itself. A process whose
         heartbeat (`watch`) stops is killed. `inherited`: descriptor that the process gets under the same number.
+        `python`: interpreter of another environment, which finds our packages where this one has them; empty: this
+        process's own.
         """
         self.name = name
         self._on_end, self._watch = on_end, watch
         self._inherited = () if inherited is None else (inherited,)
         self.failures = 0
         """number of times that the process exited by itself"""
-        self._module = module
+        self._module, self._python = module, python
         self._output = output
         self._config = msgspec.json.encode(config)
         self._process: subprocess.Popen[bytes] | None = None
@@ -181,7 +185,10 @@ class Child:
 
     def _start(self, now: float) -> None:
         # own process group: Ctrl-C reaches only this process, which then stops both in order
-        command = [sys.executable, "-m", self._module]
+        command = [self._python or sys.executable, "-m", self._module]
+        environment = SPIN_LIMIT | os.environ
+        if self._python:
+            environment["PYTHONPATH"] = str(Path(__file__).parents[1])
         with self._opened_output() as output:
             process = subprocess.Popen(
                 command,
@@ -190,7 +197,7 @@ class Child:
                 stderr=output,
                 process_group=0,
                 pass_fds=self._inherited,
-                env=SPIN_LIMIT | os.environ,
+                env=environment,
             )
         self._process, self._started = process, now
         assert process.stdin is not None

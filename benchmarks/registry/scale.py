@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from adapters.base_model import load_base_model
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry

@@ -134,4 +134,6 @@ def adapter_of(resolved: Resolved) -> Adapter:
         bytes=resolved.bytes,
         ranks=resolved.ranks,
         itemsize=resolved.itemsize,
+        config=resolved.config_sha256,
+        weights=resolved.weights_sha256,
     )

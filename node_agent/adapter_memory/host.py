@@ -9,7 +9,7 @@ waiter. If it finds no room, less urgent loads give theirs up.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
@@ -23,6 +23,7 @@ from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.table import AdapterTable
+from node_agent.adapter_memory.waiters import Waiters
 from node_agent.states import HostState
 
 FAILURE_MEMORY = 1.0
@@ -52,7 +53,7 @@ class HostTier:
         """digests of adapters with pages on the device"""
         self.short: Priority | None = None
         """priority of the most urgent load that found no room at the last `poll`; None if all found room"""
-        self._waiters: dict[str, Counter[Priority]] = {}
+        self._waiters = Waiters()
         self._spared: dict[str, Container[str]] = {}
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
         self._measuring: list[HostAdapter] = []
@@ -75,26 +76,21 @@ class HostTier:
 
     def waiting(self, digest: str) -> int:
         """Returns the number of requests and prefetches that wait for the adapter."""
-        return self._waiters[digest].total() if digest in self._waiters else 0
+        return self._waiters.count(digest)
 
     def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
         """Adds a waiter for the adapter; the caller removes it with one `retract`. `spared`: digests that a predicted
         prefetch must not evict."""
-        self._waiters.setdefault(digest, Counter())[priority] += 1
+        self._waiters.add(digest, priority)
         if priority == Priority.PREDICTED:
             self._spared[digest] = spared
         self._count(digest)
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
         """Removes a waiter. An adapter that nobody wants any more is dropped if its fetch has not begun."""
-        counts = self._waiters[digest]
-        counts[priority] -= 1
-        if not counts[priority]:
-            del counts[priority]
-            if priority == Priority.PREDICTED:
-                del self._spared[digest]
-        if not counts:
-            del self._waiters[digest]
+        self._waiters.remove(digest, priority)
+        if priority == Priority.PREDICTED and not self._waiters.has(digest, priority):
+            del self._spared[digest]
         host = self._count(digest)
         if host is not None and host.unwanted and not host.complete and host not in self._fetching:
             self.forget(host)  # the thread of a running fetch checks this itself
@@ -182,7 +178,7 @@ class HostTier:
 
     def awaited(self) -> Iterator[str]:
         """Yields the digests that requests or operators' prefetches wait for. Predicted prefetches are left out."""
-        return (digest for digest, counts in self._waiters.items() if min(counts) < Priority.PREDICTED)
+        return self._waiters.awaited()
 
     def bytes_awaited(self, elsewhere: Container[str]) -> int:
         """Returns the total bytes of the `awaited` adapters. Leaves out digests in `elsewhere`, failed loads, and loads
@@ -225,9 +221,9 @@ class HostTier:
         return host
 
     def _set_priority(self, host: HostAdapter) -> None:
-        counts = self._waiters.get(host.digest) if self._all.get(host.digest) is host else None
-        priority = Priority.REQUEST if host.leased else min(counts, default=host.priority) if counts else host.priority
-        if priority == host.priority:
+        waits = self._waiters.most_urgent(host.digest) if self._all.get(host.digest) is host else None
+        priority = Priority.REQUEST if host.leased else waits
+        if priority is None or priority == host.priority:
             return
         if priority == Priority.REQUEST and not host.complete:
             host.began = time.monotonic()  # a request takes over the prefetch: count from here
@@ -235,9 +231,9 @@ class HostTier:
         self.loader.wake()
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
-        counts = self._waiters.get(digest)
         host = HostAdapter(digest, artifact, waiters=self.waiting(digest))
-        host.priority = min(counts) if counts else Priority.REQUEST
+        waits = self._waiters.most_urgent(digest)
+        host.priority = Priority.REQUEST if waits is None else waits
         host.prefetched = host.priority > Priority.REQUEST
         host.origin = self._below(digest)
         self._all[digest] = host

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from adapters.artifact import ArtifactHeader, read_header
 from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact
@@ -79,8 +81,8 @@ class Loader:
         self.store_link, self.device_link, self.cache = store_link, device_link, cache
         self._links = store_link, device_link
         self._measuring = Tasks("measure", MEASURE_THREADS, MEASURE_AHEAD)
-        self.fetching = LoaderThreads("fetch", STORE_THREADS)
-        self.copying = LoaderThreads("copy", COPY_THREADS[device.data.device.type])
+        self.fetching = LoaderThreads("fetch", STORE_THREADS, use_one_torch_thread)
+        self.copying = LoaderThreads("copy", COPY_THREADS[device.data.device.type], use_one_torch_thread)
         self.staging = Staging()
         self.crossed_bytes = 0
         """Bytes that crossed to the device since the start of the process. Changed under the lock of the copying
@@ -196,3 +198,13 @@ class Loader:
             return None
         host.cached, host.origin = file, "disk"
         return header
+
+
+def use_one_torch_thread() -> None:
+    """Limits torch to one thread in the calling thread alone.
+
+    If each loader thread had a team of OpenMP threads, they would outnumber the cores. The engine's OpenMP threads
+    would then sleep between two products instead of polling for the next one.
+    """
+    torch.get_num_threads()  # otherwise the thread's first product takes another thread's last count
+    torch.set_num_threads(1)

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from node_agent.adapter_memory.priority import Priority
 
 LONGEST_WAIT = 60.0
@@ -55,8 +53,9 @@ class Job(Protocol):
 class LoaderThreads:
     """Pool of at most `count` threads, started on demand. State of jobs changes only under the lock `changed`."""
 
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
+    def __init__(self, name: str, count: int, prepare: Callable[[], None] = lambda: None) -> None:
+        """`prepare` is called first in each thread."""
+        self.name, self.count, self._prepare = name, count, prepare
         self.changed = threading.Condition()
         self.closed = False
         self._cores = os.sched_getaffinity(0)
@@ -100,10 +99,7 @@ class LoaderThreads:
 
     def _serve(self) -> None:
         os.sched_setaffinity(0, self._cores)
-        # Affects this thread alone. If each loader had a team of OpenMP threads, they would outnumber the cores. The
-        # engine's OpenMP threads would then sleep between two products instead of polling for the next one.
-        torch.get_num_threads()  # otherwise its first product takes another thread's last count
-        torch.set_num_threads(1)
+        self._prepare()
         while work := self._next():
             work()
 

@@ -14,8 +14,8 @@ import pytest
 from peft_files import variant
 
 from adapters.base_model import BaseModel
+from adapters.blobs import blob_key
 from adapters.collect import ORPHAN_SECONDS, Collected, collect
-from adapters.contents import blob_key
 from adapters.deployment import AdapterUpload
 from adapters.epoch import EPOCH_KEY
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable

@@ -11,7 +11,7 @@ import pytest
 
 from adapters import contents
 from adapters.artifact import artifact_key
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.deployment import AdapterUpload
 from adapters.errors import CorruptArtifact
 from adapters.registry import Registry

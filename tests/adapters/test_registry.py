@@ -11,7 +11,7 @@ from peft_files import changed, read_layer, variant
 
 from adapters.artifact import artifact_key, read_header
 from adapters.base_model import BaseModel
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.deployment import AdapterUpload, Deployment, Staged
 from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version

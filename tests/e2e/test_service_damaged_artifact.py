@@ -14,7 +14,7 @@ import pytest
 from whole_service import MakeService, Service, eventually
 
 from adapters.artifact import artifact_key
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.local_store import LocalStore
 from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from adapters.validate import file_sha256

@@ -13,6 +13,7 @@ import torch
 
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
+from node_agent.adapter_memory.loader import use_one_torch_thread
 from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.priority import Priority
@@ -55,7 +56,8 @@ class Steps:
 
 def test_a_loader_keeps_one_torch_thread_whatever_the_engine_sets() -> None:
     """The engine changes its own number of threads, for CPU workers, between a loader's start and its first copy."""
-    threads, seen, before = LoaderThreads("test", 1), list[int](), torch.get_num_threads()
+    threads, seen = LoaderThreads("test", 1, use_one_torch_thread), list[int]()
+    before = torch.get_num_threads()
     try:
         for work in (lambda: None, lambda: seen.append(torch.get_num_threads())):
             ended = threading.Event()

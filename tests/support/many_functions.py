@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.deployment import AdapterUpload
 from adapters.registry import Registry
 

@@ -15,7 +15,7 @@ from running_gateway import Running, until
 from stub_node import StubNode
 
 from adapters.artifact import artifact_key
-from adapters.contents import blob_key
+from adapters.blobs import blob_key
 from adapters.functions import FunctionRecord
 from adapters.local_store import LocalStore
 from adapters.records import update_record

@@ -1,0 +1,56 @@
+"""vLLM's engine arguments for a node: what the service file states, what the node sets, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from node_agent.config import EngineConfig
+
+REFUSED = {
+    "enable_lora": "the node always serves adapters",
+    "served_model_name": "the gateway names models",
+    "model": "`base_model` names it",
+    "tokenizer": "the gateway makes the prompts with the base model's tokenizer",
+    "max_cpu_loras": "the node keeps adapters in host memory itself (`node.host_memory`)",
+    "enable_prefix_caching": "`node.prefix_cache` says it",
+    "worker_extension_cls": "the node's own one watches vLLM's slots",
+    "disable_log_stats": "the node reads vLLM's figures",
+    "lora_modules": "adapters come from the registry",
+    "enable_sleep_mode": "a node must always be ready",
+    "data_parallel_size": "run one node for each replica",
+    "api_server_count": "the node has no HTTP server of vLLM",
+}
+"""Arguments that would break a promise of the service, each with the reason."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for `max_lora_rank`."""
+DEFAULTS: dict[str, Any] = {"max_loras": 4, "max_lora_rank": 64, "max_num_seqs": 32}
+
+
+def check_arguments(stated: dict[str, Any]) -> str:
+    """Returns what is wrong with the arguments that a service file states; empty if nothing is."""
+    for name in stated:
+        if name in REFUSED:
+            return f"{name}: not taken, since {REFUSED[name]}"
+    if stated.get("max_lora_rank", RANKS[0]) not in RANKS:
+        return f"max_lora_rank: {stated['max_lora_rank']} is none of {', '.join(map(str, RANKS))}"
+    return ""
+
+
+def engine_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Returns the arguments of vLLM's `AsyncEngineArgs`. Raises ValueError for those that are refused."""
+    stated = config.vllm.arguments
+    problem = check_arguments(stated)
+    if problem:
+        raise ValueError(f"node.vllm.{problem}")
+    arguments = DEFAULTS | stated
+    if config.max_rows:
+        arguments["max_num_seqs"] = config.max_rows
+    if config.dtype != "auto":
+        arguments["dtype"] = config.dtype
+    return arguments | {
+        "model": config.model_dir,
+        "served_model_name": config.base_id,
+        "enable_lora": True,
+        "max_cpu_loras": arguments["max_loras"],
+        "enable_prefix_caching": config.prefix_cache == "auto",
+    }

@@ -1,0 +1,176 @@
+"""Engine of a node that drives vLLM: requests wait, enter and end as in our own engine, and vLLM computes their
+tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from node_agent.device_event import Event
+from node_agent.engine.base import EngineBase
+from node_agent.engine.events import SCORES_PER_EVENT
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.limits import Limits
+from node_agent.engine.prefixes import Prefixes
+from node_agent.engine.pulse import Pulse
+from node_agent.engine.request import Request
+from node_agent.ipc import PromptScored, Top
+from node_agent.states import RequestState
+from node_agent.vllm.driver import AbortSent, AdapterLoaded, Driver, EngineDied, NewTokens, Output, RequestFailed
+from node_agent.vllm.sampling import top_of, vllm_parameters
+from node_agent.vllm.slots import SlotStore
+
+log = logging.getLogger("garnish.engine")
+
+
+class VllmDied(RuntimeError):
+    """Error: vLLM's engine has ended, so this process must end, too."""
+
+
+class VllmTypes(Protocol):
+    """Constructors of vLLM's types."""
+
+    def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any:
+        """Returns SamplingParams."""
+
+    def adapter(self, digest: str, number: int, folder: Path) -> Any:
+        """Returns a LoRARequest."""
+
+    def prompt(self, token_ids: Sequence[int], salt: str) -> Any:
+        """Returns a prompt whose cached blocks are found only with the same salt."""
+
+
+class VllmEngine(EngineBase):
+    """Engine whose tokens vLLM computes. vLLM gets a request only when it has a row here and its adapter is in a
+    slot, so that the order of the queue is ours."""
+
+    store: SlotStore
+
+    def __init__(
+        self,
+        limits: Limits,
+        store: SlotStore,
+        blocks: BlockPool,
+        eos_ids: frozenset[int],
+        driver: Driver,
+        types: VllmTypes,
+    ) -> None:
+        super().__init__(limits, store, Prefixes(blocks, enabled=False), eos_ids, Pulse(compiles=False))
+        self._driver, self._types = driver, types
+        self._running_in_vllm: dict[str, str] = {}
+        """id that vLLM knows, by id of the request. Each submission of a request has another one."""
+        self._requests: dict[str, Request] = {}
+        """requests by the id that vLLM knows"""
+        self._submissions = 0
+
+    def close(self) -> None:
+        """Ends vLLM's processes, and frees the adapters' folders."""
+        self._driver.close()
+        self.store.close()
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._fail_loads()
+        for request in list(self.running.values()):
+            if request.id not in self._running_in_vllm and self._is_loaded(request):
+                self._submit(request)
+
+    # --- what EngineBase needs
+
+    def _poll(self) -> None:
+        for output in self._driver.take():
+            self._take_output(output)
+        super()._poll()
+
+    def _start(self, request: Request) -> None:
+        if not self._is_loaded(request):
+            request.change_state(RequestState.AWAITING_ADAPTER)
+
+    def _stop(self, request: Request) -> list[Event]:
+        self._book_wait(request)
+        known = self._running_in_vllm.pop(request.id, None)
+        if known is None:
+            return []
+        del self._requests[known]
+        sent: AbortSent = self._driver.abort(known)
+        return [sent]
+
+    # --- inside
+
+    def _submit(self, request: Request) -> None:
+        self._book_wait(request)
+        if request.awaits_adapter:
+            request.change_state(RequestState.RUNNING)
+        self._submissions += 1
+        known = f"{request.id}#{self._submissions}"
+        self._running_in_vllm[request.id], self._requests[known] = known, request
+        arguments = vllm_parameters(request, self.eos_ids)
+        adapter = None
+        if request.lease is not None:
+            slot = self.store.slot(request.lease)
+            adapter = self._types.adapter(slot.adapter.digest, slot.number, slot.folder.path)
+        self._driver.generate(
+            known,
+            self._types.prompt(request.tokens, request.tenant),
+            self._types.parameters(arguments, request.sampling.bad_words),
+            adapter,
+        )
+
+    def _book_wait(self, request: Request) -> None:
+        """Records the load that a request has waited for, once it has ended."""
+        cold, lease = request.cold, request.lease
+        if cold is None or cold.load or lease is None or not self.store.loaded(lease):
+            return
+        slot = self.store.slot(lease)
+        began = min(slot.began, slot.folder.began) if self.store.source(lease) == "absent" else slot.began
+        cold.load = max(slot.arrived - began, 1e-6)
+        cold.fetch = max(0.0, slot.folder.arrived - began)
+        cold.end_wait(time.monotonic())
+
+    def _take_output(self, output: Output) -> None:
+        match output:
+            case AdapterLoaded(number=number, failure=failure):
+                self.store.record_load(number, failure)
+            case EngineDied(reason=reason):
+                raise VllmDied(reason)
+            case RequestFailed(id=known, reason=reason):
+                request = self._requests.get(known)
+                if request is not None:
+                    log.error("vLLM refused a request", extra={"request": request.id, "reason": reason})
+                    self._finish(request, "error", "internal", f"vLLM refused the request: {reason}")
+            case NewTokens():
+                self._take_tokens(output)
+
+    def _take_tokens(self, output: NewTokens) -> None:
+        request = self._requests.get(output.id)
+        if request is None:
+            return  # it ended here first
+        if output.prompt_logprobs is not None and not request.scored:
+            self._score_prompt(request, output)
+        for at, token in enumerate(output.token_ids):
+            if self._requests.get(output.id) is not request:
+                return
+            top: Top | None = None
+            if request.sampling.logprobs is not None and output.logprobs is not None:
+                top = top_of(token, output.logprobs[at], request.sampling.logprobs)
+            request.computed = len(request.tokens)
+            self._take_token(request, token, top)
+        if output.finished and self._requests.get(output.id) is request:
+            self._finish(request, "length" if request.generated >= request.max_tokens else "stop")
+
+    def _score_prompt(self, request: Request, output: NewTokens) -> None:
+        count = request.sampling.prompt_logprobs or 0
+        assert output.prompt_logprobs is not None
+        tops = [
+            top_of(token, entries, count)
+            for token, entries in zip(request.tokens[1:], output.prompt_logprobs[1:], strict=False)
+            if entries is not None
+        ]
+        request.scored = request.prompt_len
+        self._events += [
+            PromptScored(request.id, 1 + at, tops[at : at + SCORES_PER_EVENT])
+            for at in range(0, len(tops), SCORES_PER_EVENT)
+        ]

@@ -1,0 +1,170 @@
+"""The engine process of a node with vLLM: drives vLLM in process, and exchanges node_agent.ipc messages with the API
+process over one Unix socket. It runs in the environment that has vLLM, and needs neither torch nor transformers of the
+node's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.base_model import BaseModel, load_base_model
+from adapters.open_store import open_store
+from cluster.logs import set_up_logging
+from cluster.text import end_token_ids
+from node_agent.adapter_memory.demand import Demand
+from node_agent.adapter_memory.eviction import POLICIES
+from node_agent.child import die_with_parent, read_config
+from node_agent.config import EngineConfig, EngineProcessConfig
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.limits import Limits
+from node_agent.engine_channel import WakeUp
+from node_agent.engine_loop import Loop
+from node_agent.ipc import Ready
+from node_agent.vllm.arguments import engine_arguments
+from node_agent.vllm.driver import AsyncEngine, Driver
+from node_agent.vllm.engine import VllmDied, VllmEngine
+from node_agent.vllm.folders import FolderTier
+from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
+
+START_S = 900.0
+"""Maximum seconds for vLLM to load a base model."""
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+log = logging.getLogger("garnish.engine")
+
+
+class Types:
+    """Constructors of vLLM's types (node_agent.vllm.engine.VllmTypes)."""
+
+    def __init__(self) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        self._parameters, self._adapter, self._delta = SamplingParams, LoRARequest, RequestOutputKind.DELTA
+
+    def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any:
+        made = self._parameters(**arguments, output_kind=self._delta)
+        if bad_words:
+            made._bad_words_token_ids = [list(word) for word in bad_words]  # the public field takes text alone
+        return made
+
+    def adapter(self, digest: str, number: int, folder: Path) -> Any:
+        return self._adapter(digest, number, str(folder))
+
+    def prompt(self, token_ids: Sequence[int], salt: str) -> Any:
+        return {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt else {})}
+
+
+def start_vllm(arguments: dict[str, Any]) -> AsyncEngine:
+    """Returns vLLM's engine, whose processes have loaded the base model."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    return engine
+
+
+def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
+    """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
+    settings."""
+    arguments = engine_arguments(config)
+    base = load_base_model(Path(config.model_dir), config.base_id)
+    driver = Driver(lambda: start_vllm(arguments), wake.set)
+    settings = driver.wait(START_S).vllm_config  # type: ignore[attr-defined]
+    dtype = str(settings.model_config.dtype).removeprefix("torch.")
+    types, demand, policy = Types(), Demand(), POLICIES[config.eviction]
+    hosts = FolderTier(open_store(config.registry), config.host_memory, policy(demand), wake.set)
+    limits = SlotLimits(
+        count=settings.lora_config.max_loras,
+        max_rank=settings.lora_config.max_lora_rank,
+        bytes=slot_bytes(base, settings.lora_config.max_lora_rank, ITEM_BYTES[dtype]),
+    )
+
+    def add(slot: Slot) -> None:
+        driver.add_adapter(slot.number, types.adapter(slot.adapter.digest, slot.number, slot.folder.path))
+
+    orders = AdapterOrders(add, lambda slot: driver.remove_adapter(slot.number))
+    store = SlotStore(hosts, limits, orders, demand, policy(demand))
+    blocks = BlockPool(settings.cache_config.num_gpu_blocks, settings.cache_config.block_size)
+    max_context = min(settings.model_config.max_model_len, blocks.total * blocks.block_tokens)
+    engine = VllmEngine(
+        Limits(
+            max_context=max_context,
+            vocab_size=base.vocab_size,
+            max_rows=settings.scheduler_config.max_num_seqs,
+            max_cold=1,
+            chunk_tokens=settings.scheduler_config.max_num_batched_tokens,
+            queue_limit=config.queue_limit,
+            prefix_cache=config.prefix_cache == "auto",
+            prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
+        ),
+        store,
+        blocks,
+        end_token_ids(Path(config.model_dir)),
+        driver,
+        types,
+    )
+    ready = Ready(
+        base=base.fingerprint,
+        device=str(settings.device_config.device_type),
+        dtype=dtype,
+        max_context=max_context,
+        kv_blocks=blocks.total,
+        block_tokens=blocks.block_tokens,
+        adapter_bytes=store.adapter_memory,
+        max_rows=engine.limits.max_rows,
+        host_bytes=config.host_memory,
+        largest_adapter=store.largest,
+        adapter_itemsize=ITEM_BYTES[dtype],
+        takes_wants=engine.limits.prefetch_waste is not None,
+    )
+    return engine, ready
+
+
+def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
+    """Returns the bytes that vLLM reserves for one slot: both matrices of each projection, at the maximum rank."""
+    return base.num_layers * sum(d_in + d_out for d_in, d_out in base.widths) * max_rank * itemsize
+
+
+def main() -> int:
+    set_up_logging("engine")
+    config = read_config(EngineProcessConfig)
+    if config.parent is not None:
+        die_with_parent(config.parent)
+    stop_requested = False
+    wake = WakeUp()
+
+    def request_stop(*_: object) -> None:
+        nonlocal stop_requested
+        stop_requested = True
+        wake.set()
+
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        engine, ready = build_engine(config.engine, wake)
+    except Exception as error:  # any error: the log's last error is shown as the reason why the node can't start
+        extra = {"reason": str(error) or type(error).__name__, "permanent": isinstance(error, ValueError)}
+        log.error("engine can't start", extra=extra, exc_info=not isinstance(error, (ValueError, OSError)))
+        return 1
+    signal.signal(signal.SIGTERM, request_stop)  # vLLM sets handlers of its own while it starts
+    signal.signal(signal.SIGINT, request_stop)
+    log.info("engine is warm", extra=msgspec.to_builtins(ready))
+    try:
+        Loop(engine, ready, wake, lambda: stop_requested).run(config.socket, config.heartbeat)
+    except VllmDied as error:
+        log.error("vLLM has ended", extra={"reason": str(error)})
+        return 1
+    finally:
+        engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
