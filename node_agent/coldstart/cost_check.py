@@ -33,7 +33,7 @@ CHECK_PAUSE_S = 60.0
 """Minimum seconds between two measurements, and after a decision. On a busy host the measurement's own calls can change
 the learnt costs."""
 MAX_PAUSE_S = 900.0
-"""Maximum of a pause that doubles with each measurement in vain."""
+"""Maximum of a pause that doubles with each measurement without result."""
 RETRY_S = 30.0
 """Seconds before another attempt after a measurement that a real call interrupted."""
 ROUNDS = 5
@@ -41,7 +41,8 @@ ROUNDS = 5
 
 
 class Pause:
-    """Time until the next attempt, which doubles with each attempt in vain, from `first_s` to MAX_PAUSE_S seconds."""
+    """Time until the next attempt. It doubles with each attempt without result, from `first_s` to MAX_PAUSE_S
+    seconds."""
 
     def __init__(self, first_s: float) -> None:
         self.first_s, self.seconds, self.until = first_s, first_s, 0.0
@@ -72,18 +73,18 @@ class CostCheck:
     def __init__(self, engine: Engine, base: BaseModel) -> None:
         self.engine, self.base, self.starts = engine, base, engine.cold_start
         self.pause = Pause(CHECK_PAUSE_S)
-        self.found = 0
+        self.changes = 0
         """number of measurements in a row that have found a change"""
-        self._wanted = False
-        """whether served calls have shown a change that is not measured yet; kept while the learnt costs fade"""
+        self._requested = False
+        """True if served calls have shown a change that is not measured yet, even if the learnt costs fade meanwhile"""
 
     @property
-    def due(self) -> bool:
+    def should_measure(self) -> bool:
         """Returns whether a measurement is due: served calls have shown a change, and no pause is left."""
         if not self.pause.over:
             return False
-        self._wanted = self._wanted or self._learnt_change()
-        return self._wanted
+        self._requested = self._requested or self._learnt_change()
+        return self._requested
 
     def measure(self, should_yield: Callable[[], bool]) -> Profile | None:
         """Measures the costs until `should_yield` returns True. Returns the profile with the changed costs, without
@@ -99,11 +100,11 @@ class CostCheck:
             seconds = self._give_up()
             log.info("the costs of cold calls have not changed", extra={"next_check_s": seconds})
             return None
-        self.found += 1
+        self.changes += 1
         self.pause.reset()
-        if self.found < CONFIRMATIONS:
+        if self.changes < CONFIRMATIONS:
             return None
-        self.found, self._wanted = 0, False
+        self.changes, self._requested = 0, False
         _log_change(self.starts.profile, profile)
         return profile
 
@@ -162,7 +163,7 @@ class CostCheck:
 
     def _give_up(self) -> float:
         """Waits for another sign of a change. Returns the seconds of the pause until it may count."""
-        self.found, self._wanted = 0, False
+        self.changes, self._requested = 0, False
         return self.pause.lengthen()
 
 

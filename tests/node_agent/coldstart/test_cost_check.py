@@ -117,7 +117,7 @@ def test_a_node_first_started_on_a_busy_host_gets_workers_when_idle(
     monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
     starts, manager = slow.engine.engine.cold_start, manager_of(slow.engine)
     slow.call(make_adapter(stories_dir, tmp_path / "a", 0, r=64, target_modules=["q_proj", "k_proj", "v_proj"]))
-    assert manager.work(never) and slow.check.found == 1
+    assert manager.work(never) and slow.check.changes == 1
     assert not manager.work(never), "it must be found again, and not at once"
     assert starts.decision.count == 0 and slow.stored.layer[0][1] == pytest.approx(SLOW * slow.true.layer[0][1])
     slow.check.pause.until = 0.0
@@ -192,7 +192,7 @@ def test_a_busy_node_judges_nothing_and_keeps_what_it_learnt(slow: SlowNode) -> 
 
         slow.check.pause.until = 0.0
         assert manager.work(busy)
-        if slow.check.found:
+        if slow.check.changes:
             break  # it ended before that many polls
         assert asked[0] <= polls + 4, "asked before each step"
         assert (starts.link, starts.device) == learnt and starts.learns
@@ -204,7 +204,7 @@ def test_a_busy_node_judges_nothing_and_keeps_what_it_learnt(slow: SlowNode) -> 
     assert starts.profile is profile and starts.decision.count == 0
     slow.check.pause.until = 0.0
     starts.device = cost_check.engine_correction()  # the learnt value may fade meanwhile
-    assert manager.work(never) and slow.check.found
+    assert manager.work(never) and slow.check.changes
 
 
 def test_passes_without_an_adapter_end_within_a_layer(slow: SlowNode) -> None:
@@ -249,10 +249,10 @@ def test_a_busy_moment_changes_nothing(slow: SlowNode, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(cost_check, "MOVED", 1.5)
     slow.learn_engine(1 / SLOW)
-    assert manager.work(never) and slow.check.found == 1
+    assert manager.work(never) and slow.check.changes == 1
     monkeypatch.setattr(cost_check, "MOVED", 1e9)  # whatever a busy host measures
     slow.check.pause.until = 0.0
-    assert manager.work(never) and slow.check.found == 0
+    assert manager.work(never) and slow.check.changes == 0
     assert starts.profile is profile and starts.decision.count == 0 and starts.device.value == 1.0
     assert len(starts.times.of(TYPICAL, "pipeline")) >= cost_check.ROUNDS, "measured calls stay of use"
     slow.check.pause.until = 0.0
