@@ -109,8 +109,9 @@ class Quota:
     def is_open(self, tenant: str, hold: str) -> bool:
         """Returns whether no count has ended the hold. Raises NotFound for a deleted tenant."""
         record = self.check(tenant)
-        found = None if record is None or record.held is None else record.held.holds.get(hold)
-        return found is not None and not found.ended
+        if record is None or record.held is None or hold not in record.held.holds:
+            return False
+        return not record.held.holds[hold].ended
 
     def settle(self, tenant: str, hold: str, stored_bytes: int | None) -> None:
         """Ends a hold. `stored_bytes` is the size of the version that is now listed; None: no version."""
@@ -161,8 +162,9 @@ class Quota:
         """Ends stale holds, counts, and replaces the record. Raises PreconditionFailed if another writer changed it."""
         key = tenant_key(tenant)
 
-        def replace(held: QuotaUsage, etag: str) -> str:
-            return self._store.put_if_match(key, msgspec.json.encode(msgspec.structs.replace(record, held=held)), etag)
+        def replace(usage: QuotaUsage, etag: str) -> str:
+            data = msgspec.json.encode(msgspec.structs.replace(record, held=usage))
+            return self._store.put_if_match(key, data, etag)
 
         ended = stale(usage, self._clock())
         if not all(hold.ended for hold in ended.values()):
@@ -205,7 +207,7 @@ class QuotaReservation:
         self._hold: str | None = None
         self._size = 0
         self.may_be_listed = False
-        """Whether the version may be listed. The deploy sets it before it writes the function's record, and resets it
+        """True if the version may be listed. The deploy sets it before it writes the function's record, and resets it
         when it knows that the write has failed."""
 
     @property
