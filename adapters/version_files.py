@@ -56,6 +56,7 @@ class VersionFiles:
         if deploy.manifest is None or not deploy.is_stored:
             deploy.manifest, deploy.is_stored = self._put_all(tenant, record, deploy), True
         manifest = deploy.manifest
+        deploy.room.confirm()
         return VersionEntry(
             version=manifest.version,
             digest=manifest.digest,
@@ -65,6 +66,7 @@ class VersionFiles:
             bytes=manifest.bytes,
             created=manifest.created,
             itemsize=ITEM_BYTES[manifest.dtype],
+            hold=deploy.room.hold,
         )
 
     def _put_all(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:

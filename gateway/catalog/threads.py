@@ -13,12 +13,17 @@ import anyio
 import anyio.to_thread
 
 from adapters.errors import StoreUnavailable
+from gateway.http.errors import exhausted_resource
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 READ_THREADS = 16
 WRITE_THREADS = 4
+
+
+class NoThread(RuntimeError):
+    """Error: the system can't start another thread."""
 
 
 class LeavableThreads:
@@ -35,7 +40,7 @@ class LeavableThreads:
         self._places = asyncio.Semaphore(count)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs the work in a thread and returns its result. Raises the exceptions of `work`.
+        """Runs the work in a thread and returns its result. Raises NoThread, and the exceptions of `work`.
 
         The wait for a free place is unlimited; callers set their own timeouts.
         """
@@ -45,9 +50,9 @@ class LeavableThreads:
         try:
             # A daemon thread, so that a call that hangs does not delay the end of the process.
             Thread(target=_run, args=(work, outcome), daemon=True, name="leavable").start()
-        except RuntimeError:  # the system can start no more threads
+        except RuntimeError as error:
             self._places.release()
-            raise
+            raise NoThread(str(error)) from error
         ended = asyncio.wrap_future(outcome)
         ended.add_done_callback(self._end)
         try:
@@ -90,7 +95,7 @@ class StoreThreads:
         """Returns the result of a read.
 
         Raises StoreUnavailable if the store does not answer in time, or if no thread becomes free in time. Raises it at
-        once while abandoned reads occupy all threads.
+        once while abandoned reads occupy all threads, or if the system can't start a thread.
         """
         if self._reads.abandoned >= self._reads.count:
             raise StoreUnavailable(f"{self._reads.abandoned} earlier reads of the registry still hang")
@@ -99,12 +104,14 @@ class StoreThreads:
                 return await self._reads.run(partial(call, *args, **kwargs))
         except TimeoutError:
             raise self._late() from None
+        except NoThread as error:
+            raise StoreUnavailable(f"the registry was not asked: {error}") from error
 
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns the result of a write. The write continues if the caller is cancelled, so its temporary files must
         outlive it.
 
-        Raises StoreUnavailable if no thread becomes free in time.
+        Raises StoreUnavailable if no thread becomes free in time, or if the system can't start one.
         """
         try:
             async with asyncio.timeout(self._seconds):
@@ -113,6 +120,10 @@ class StoreThreads:
             raise self._late() from None
         try:
             return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._write_limiter)
+        except RuntimeError as error:
+            if not exhausted_resource(error):
+                raise
+            raise StoreUnavailable(f"the registry was not written to: {error}") from error
         finally:
             self._writes.release()
 

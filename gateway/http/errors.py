@@ -66,15 +66,21 @@ def to_service_error(error: BaseException) -> ServiceError:
         case adapter_errors.StoreFull():
             return no_room(REGISTRY_FULL)
         case adapter_errors.StoreUnavailable() if not isinstance(error, adapter_errors.CorruptFunction):
-            return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
+            missing = exhausted_resource(error)
+            message = _short_of(missing) if missing else "the registry can't be reached now"
+            return ServiceError("unavailable", message, retry_after=STORE_RETRY_AFTER)
         case HTTPException():
             return _from_starlette(error)
     for kind, (error_type, retry_after) in AS_THEY_SAY.items():
         if isinstance(error, kind):
             return ServiceError(error_type, str(error), retry_after=retry_after)
     if missing := exhausted_resource(error):
-        return ServiceError("unavailable", f"the gateway is short of {missing}", retry_after=RESOURCE_RETRY_AFTER)
+        return ServiceError("unavailable", _short_of(missing), retry_after=RESOURCE_RETRY_AFTER)
     return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")
+
+
+def _short_of(resource: str) -> str:
+    return f"the gateway is short of {resource}"
 
 
 def exhausted_resource(error: BaseException | None) -> str:

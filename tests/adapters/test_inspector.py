@@ -151,7 +151,10 @@ def test_headers_that_need_too_much_memory(
 def test_a_header_of_too_many_tensors(
     tmp_path: Path, base: BaseModel, good: tuple[bytes, Path], inspector: Inspector, entry: bytes
 ) -> None:
-    """Refused with one problem, which names the limit; one that just keeps it is looked at tensor by tensor."""
+    """Refused with one problem, which names the limit; one that just keeps it is looked at tensor by tensor.
+
+    Reading the largest header may also exceed the time limit, on a slow host.
+    """
     most = base.num_layers * TENSORS_PER_LAYER + SPARE_TENSORS
     found = []
     for count in (most, most + 1, (MAX_HEADER_BYTES - 100) // (len(entry) + 12)):
@@ -161,9 +164,10 @@ def test_a_header_of_too_many_tensors(
             inspector.inspect(good[0], tmp_path / "weights")
         found.append(raised.value.problems)
     assert found[0][0].problem != "its header lists too many tensors"
-    for problems in found[1:]:
-        assert [problem.problem for problem in problems] == ["its header lists too many tensors"]
-        assert problems[0].expected == f"at most {most}"
+    too_many = [("its header lists too many tensors", f"at most {most}")]
+    assert [(problem.problem, problem.expected) for problem in found[1]] == too_many
+    largest = [(problem.problem, problem.expected) for problem in found[2]]
+    assert largest in (too_many, [("reading its header takes too long", "5 s")])
 
 
 def test_a_process_that_is_killed_is_replaced(good: tuple[bytes, Path], inspector: Inspector) -> None:

@@ -78,3 +78,34 @@ def test_threads_and_memory_that_run_out_in_a_process() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.splitlines() == ["threads or memory", "memory"]
+
+
+def test_a_store_without_threads_is_unavailable() -> None:
+    """Every caller of the store already handles StoreUnavailable; the reply still names what is missing."""
+    script = """
+        import asyncio, resource, types
+        from adapters.errors import NoSuchFunction
+        from gateway.catalog.suggestions import Suggestions
+        from gateway.catalog.threads import StoreThreads
+        from gateway.http.errors import to_service_error
+
+        async def main():
+            threads = StoreThreads(5.0)
+            pages = int(open("/proc/self/statm").read().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 20),) * 2)
+            for act in (threads.read, threads.write):
+                try:
+                    await act(print)
+                except Exception as error:
+                    print(type(error).__name__, to_service_error(error).message)
+            registry = types.SimpleNamespace(names=print, function=print, base=types.SimpleNamespace(id="base"))
+            unknown = NoSuchFunction("tenant", "pirat")
+            print(await Suggestions(registry, threads, lambda: 1.0).add_to(unknown, False) is unknown)
+
+        asyncio.run(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=True
+    )
+    short = "StoreUnavailable the gateway is short of threads or memory"
+    assert done.stdout.splitlines() == [short, short, "True"] and not done.stderr
