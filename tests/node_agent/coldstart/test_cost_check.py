@@ -14,7 +14,7 @@ import pytest
 from cluster.json_file import write_json
 from node_agent.coldstart import cost_check, worker_manager
 from node_agent.coldstart.auto_workers import TYPICAL, judge_link
-from node_agent.coldstart.calibration import Calibration, Interrupted, never
+from node_agent.coldstart.calibration import Calibration, Interrupted
 from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.cost_check import CHECK_PAUSE_S, MAX_PAUSE_S, RETRY_S, CostCheck, Pause
 from node_agent.coldstart.measure import SHORT, measure_layers
@@ -35,6 +35,11 @@ LOAD = 10
 """How many warm prefills the load of the judged adapter takes; so many that it does on a busy host, too."""
 SIZES = {"adapter_memory": 4 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
+
+
+def nobody_calls() -> bool:
+    """Lets idle work go on. A node's start measures with another function, `never`."""
+    return False
 
 
 @dataclass
@@ -121,11 +126,11 @@ def test_a_node_first_started_on_a_busy_host_gets_workers_when_idle(
     monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
     starts, manager = slow.engine.engine.cold_start, manager_of(slow.engine)
     slow.call(make_adapter(stories_dir, tmp_path / "a", 0, r=64, target_modules=["q_proj", "k_proj", "v_proj"]))
-    assert manager.work(never) and slow.check.changes == 1
-    assert not manager.work(never), "it must be found again, and not at once"
+    assert manager.work(nobody_calls) and slow.check.changes == 1
+    assert not manager.work(nobody_calls), "it must be found again, and not at once"
     assert starts.decision.count == 0 and slow.stored.layer[0][1] == pytest.approx(SLOW * slow.true.layer[0][1])
     slow.check.pause.until = 0.0
-    assert manager.work(never)
+    assert manager.work(nobody_calls)
     assert slow.stored.layer_seconds(TYPICAL.tokens) < slow.true.layer_seconds(TYPICAL.tokens) * SLOW / 1.3
     assert [tokens for tokens, _ in slow.stored.layer] == [tokens for tokens, _ in slow.true.layer]
     assert starts.device.value == 1.0, "what it had learnt is in the profile now"
@@ -158,7 +163,7 @@ def test_a_link_that_got_slower_starts_workers_and_one_that_recovers_ends_them(
     device_link.loader.device_link.config = LinkConfig(bandwidth)
     slow.learn_link(slower=1 / 3)
     monkeypatch.setattr(worker_manager, "judge_link", lambda *_: WorkersDecision(0, "little to gain"))
-    assert not manager.work(never), "a judgement's own loads can move the learnt rate"
+    assert not manager.work(nobody_calls), "a judgement's own loads can move the learnt rate"
     judge(slow)
     assert starts.workers is None and starts.decision.reason == "little to gain"
     assert slow.stored.link.bandwidth > bandwidth / 12, "stored with the decision for none, too"
@@ -168,7 +173,7 @@ def judge(node: SlowNode) -> None:
     """Lets the idle node measure a change often enough for another judgement."""
     for _ in range(cost_check.CONFIRMATIONS):
         node.check.pause.until = 0.0
-        assert manager_of(node.engine).work(never)
+        assert manager_of(node.engine).work(nobody_calls)
 
 
 def test_the_profile_is_stored_when_none_are_started(slow: SlowNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +205,7 @@ def test_a_busy_node_judges_nothing_and_keeps_what_it_learnt(slow: SlowNode) -> 
             break  # it ended before that many polls
         assert asked[0] <= polls + 4, "asked before each step"
         assert (starts.link, starts.device) == learnt and starts.learns
-        assert not manager.work(never), "another try only later"
+        assert not manager.work(nobody_calls), "another try only later"
         assert slow.check.pause.seconds == CHECK_PAUSE_S, "no fault of the node"
         slow.engine.run()
         slow.engine.assert_clean()
@@ -208,7 +213,7 @@ def test_a_busy_node_judges_nothing_and_keeps_what_it_learnt(slow: SlowNode) -> 
     assert starts.profile is profile and starts.decision.count == 0
     slow.check.pause.until = 0.0
     starts.device = cost_check.engine_correction()  # the learnt value may fade meanwhile
-    assert manager.work(never) and slow.check.changes
+    assert manager.work(nobody_calls) and slow.check.changes
 
 
 def test_passes_without_an_adapter_end_within_a_layer(slow: SlowNode) -> None:
@@ -236,9 +241,9 @@ def test_a_node_without_room_to_measure_waits_longer_and_longer(
             slow.learn_engine(1 / SLOW)
             learnt = starts.device
             slow.check.pause.until = 0.0
-            assert manager.work(never) and starts.device is learnt
+            assert manager.work(nobody_calls) and starts.device is learnt
             pauses.append(caplog.records[-1].next_check_s)  # type: ignore[attr-defined]
-            assert not manager.work(never)
+            assert not manager.work(nobody_calls)
     assert pauses == [60.0, 120.0, 240.0, 480.0, MAX_PAUSE_S, MAX_PAUSE_S]
     assert "no room" in caplog.records[-1].reason  # type: ignore[attr-defined]
     assert starts.decision.count == 0
@@ -253,14 +258,14 @@ def test_a_busy_moment_changes_nothing(slow: SlowNode, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(cost_check, "MOVED", 1.5)
     slow.learn_engine(1 / SLOW)
-    assert manager.work(never) and slow.check.changes == 1
+    assert manager.work(nobody_calls) and slow.check.changes == 1
     monkeypatch.setattr(cost_check, "MOVED", 1e9)  # whatever a busy host measures
     slow.check.pause.until = 0.0
-    assert manager.work(never) and slow.check.changes == 0
+    assert manager.work(nobody_calls) and slow.check.changes == 0
     assert starts.profile is profile and starts.decision.count == 0 and starts.device.value == 1.0
     assert len(starts.times.of(TYPICAL, "pipeline")) >= cost_check.ROUNDS, "measured calls stay of use"
     slow.check.pause.until = 0.0
-    assert not manager.work(never), "no call has shown a change since"
+    assert not manager.work(nobody_calls), "no call has shown a change since"
 
 
 @needs_core
@@ -282,11 +287,11 @@ def test_workers_that_cannot_be_measured_are_tried_less_and_less_often(
 
     monkeypatch.setattr(Calibration, "run", no_room)
     for seconds in (RETRY_S, 2 * RETRY_S):
-        assert manager.work(never) and not manager.work(never)
+        assert manager.work(nobody_calls) and not manager.work(nobody_calls)
         assert caplog.records[-1].next_try_s == seconds  # type: ignore[attr-defined]
         manager._retry.until = 0.0
     monkeypatch.setattr(Calibration, "run", run)
-    assert manager.work(never) and starts.decision.reason == "they gain" and manager._starting is None
+    assert manager.work(nobody_calls) and starts.decision.reason == "they gain" and manager._starting is None
 
 
 def test_a_pause_grows_up_to_its_maximum() -> None:
