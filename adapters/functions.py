@@ -107,6 +107,8 @@ class VersionEntry(msgspec.Struct, frozen=True):
     config_sha256: str = ""
     """SHA-256 of adapter_config.json, which names its blob; `weights_sha256` is that of adapter_model.safetensors."""
     weights_sha256: str = ""
+    hold: str = ""
+    """Id of the hold by which the deploy reserved the tenant's quota; "" if it had none (adapters.quota)."""
 
 
 class FunctionRecord(msgspec.Struct, frozen=True):
@@ -126,6 +128,9 @@ class FunctionRecord(msgspec.Struct, frozen=True):
     versions: tuple[VersionEntry, ...] = ()
     """Listed versions, ascending by number."""
     aliases: dict[str, Alias] = {}
+    fences: int = 0
+    """Number that rises when a count of the tenant's adapters shuts out a deploy that seems to have died
+    (adapters.quota). It makes the record differ from what that deploy has read."""
 
     def numbers(self) -> frozenset[str]:
         """Returns the version numbers as text, the form in which aliases name them."""
@@ -258,6 +263,7 @@ def tombstoned(record: FunctionRecord, now: float) -> FunctionRecord:
         next_version=record.next_version,
         deleted=True,
         removed=_removed(record, [str(entry.version) for entry in record.versions], now),
+        fences=record.fences,
     )
 
 

@@ -85,7 +85,7 @@ class Registry:
         _check_tenant(tenant)
         layout = self._layout(upload)
         record = self._read(tenant, name) or FunctionRecord(name=name, created=time.time())
-        with self.quota.deploying(tenant) as room:
+        with self.quota.deploying(tenant, name) as room:
             deploy = Storing(upload, layout, room)
             entry = self._versions.listed(tenant, record, deploy)
         return Staged(deployment_of(name, entry.version, layout, created=deploy.created), layout, deploy.manifest)
@@ -111,14 +111,17 @@ class Registry:
         layout = staged.layout if staged is not None else self._layout(upload)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
+            room.may_be_listed = False  # an earlier attempt has lost a race
             record = record or FunctionRecord(name=name, created=time.time())
             entry = self._versions.listed(tenant, record, deploy)
             changed = msgspec.structs.replace(record, policy=parse_policy(upload.policy or {}, record.policy))
             if changed.policy.warm:
                 record_schedule(self.store, tenant, name)
-            return with_version(changed, entry, upload.alias or "latest", time.time())
+            listed = with_version(changed, entry, upload.alias or "latest", time.time())
+            room.may_be_listed = deploy.created
+            return listed
 
-        with self.quota.deploying(tenant) as room:
+        with self.quota.deploying(tenant, name) as room:
             deploy = Storing(upload, layout, room, None if staged is None else staged.manifest)
             record = update_function(self.store, tenant, name, commit, memory)
             if deploy.created:

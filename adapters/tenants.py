@@ -71,6 +71,10 @@ class Hold(msgspec.Struct, frozen=True):
 
     bytes: int
     when: float
+    function: str = ""
+    """The version's function; "" if an earlier release made the hold."""
+    ended: bool = False
+    """True: a count is about to drop the hold, and its deploy may no longer list its version."""
 
 
 class QuotaUsage(msgspec.Struct, frozen=True):

@@ -56,6 +56,7 @@ class VersionFiles:
         if deploy.manifest is None or not deploy.is_stored:
             deploy.manifest, deploy.is_stored = self._put_all(tenant, record, deploy), True
         manifest = deploy.manifest
+        deploy.room.confirm()
         return VersionEntry(
             version=manifest.version,
             digest=manifest.digest,
@@ -67,6 +68,7 @@ class VersionFiles:
             itemsize=ITEM_BYTES[manifest.dtype],
             config_sha256=manifest.config_sha256,
             weights_sha256=manifest.weights_sha256,
+            hold=deploy.room.hold,
         )
 
     def _put_all(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:

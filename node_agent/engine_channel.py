@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 
 import msgspec
 
@@ -74,13 +75,24 @@ class Channel:
 
 
 class WakeUp:
-    """Eventfd by which loader threads wake the engine's main loop."""
+    """Eventfd by which loader threads wake the engine's main loop. Some of these threads may outlive the engine."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.RLock()  # a signal handler may call `set` in the thread that is closing
+        self._closed = False
 
     def set(self) -> None:
-        os.eventfd_write(self.fd, 1)
+        """Wakes the main loop. Does nothing after `close`, when the descriptor's number may belong to another file."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.fd, 1)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.fd)
 
     def clear(self) -> None:
         try:

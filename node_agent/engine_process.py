@@ -84,6 +84,7 @@ def main() -> int:
     loop = Loop(engine, ready, wake, lambda: stop_requested, idle)
     loop.run(config.socket, config.heartbeat)
     engine.close()
+    wake.close()
     return 0
 
 

@@ -15,7 +15,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist, AssistedPass
 from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
 from node_agent.coldstart.costs import result_bytes
-from node_agent.coldstart.learning import HOST_FADE_S, HOST_RATE, Correction, LearntLink, Outcome
+from node_agent.coldstart.learning import Correction, LearntLink, Outcome, engine_correction
 from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.planner import (
     ChunkCosts,
@@ -96,7 +96,7 @@ class ColdStarts:
         self.times = PassTimes()
         self.row_cpu = Correction()
         """Factor by which the forecast of the workers' time for decode rows is corrected."""
-        self.device = Correction(fade_s=HOST_FADE_S, rate=HOST_RATE)
+        self.device = engine_correction()
         """Factor by which the forecast of the engine's time for layers is corrected. It is 1 on a GPU, where the engine
         does not see the device's time."""
         self.link: LearntLink | None = None

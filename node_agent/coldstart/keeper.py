@@ -104,7 +104,8 @@ class Keeper:
         if self._thread.is_alive():
             self.wake()
             self._thread.join(JOIN_LIMIT_S)
-        os.close(self._wake)
+        if not self._thread.is_alive():  # else it may still read the descriptor, whose number would be used again
+            os.close(self._wake)
 
     def _run(self) -> None:
         try:

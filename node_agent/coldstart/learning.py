@@ -58,6 +58,11 @@ class Correction:
         self._value, self._at = old * (ratio / old) ** self._rate, self._clock()
 
 
+def engine_correction() -> Correction:
+    """Returns a correction of the engine's speed that has learnt nothing yet."""
+    return Correction(fade_s=HOST_FADE_S, rate=HOST_RATE)
+
+
 class LearntLink:
     """Cost of the link from host memory to the device: the profile's, corrected by observed loads.
 

@@ -6,7 +6,7 @@ A first start measures briefly. `garnish profile` uses more points and repetitio
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from cluster.least_squares import nonnegative
 from cluster.messages import Sampling
 from node_agent.adapter_memory.layout import AdapterLayout, lay_out
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.calibration import Interrupted, never
 from node_agent.coldstart.costs import group_elements
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey
 from node_agent.coldstart.slices import Segment
@@ -33,7 +34,7 @@ from node_agent.engine.request import Request
 from node_agent.engine.rows import Row
 from node_agent.runner.lora import NoHandoffs
 from node_agent.sending_runner import batch_device
-from node_agent.types import GROUPS, ModelRunner, PassLora
+from node_agent.types import GROUPS, ModelRunner, PassLora, StepBatch
 
 GROUP = "qkv"
 """Projection group whose slices are measured."""
@@ -71,7 +72,7 @@ def measure(
     """Returns the measured profile of a node, which must serve nothing while it is measured. `progress` is called with
     the name of each step."""
     progress("a layer on the device")
-    layer = measure_layers(runner, blocks, effort, assisted=isinstance(workers, StreamPool))
+    layer = measure_layers(runner, blocks, effort.tokens, effort.rounds, assisted=isinstance(workers, StreamPool))
     progress("the link from host memory")
     link = measure_link(store, effort.rounds)
     cpu = handoff = None
@@ -85,21 +86,32 @@ def measure(
 
 
 def measure_layers(
-    runner: ModelRunner, blocks: BlockPool, effort: Effort, assisted: bool
+    runner: ModelRunner,
+    blocks: BlockPool,
+    tokens: Sequence[int],
+    rounds: int,
+    assisted: bool,
+    should_yield: Callable[[], bool] = never,
 ) -> tuple[tuple[int, float], ...]:
-    """Measures a layer for each of the prompt lengths of `effort` that fits. Returns (tokens, seconds) pairs.
+    """Measures a layer, by `rounds` passes, for each of these prompt lengths that fits. Returns (tokens, seconds)
+    pairs.
 
-    `assisted`: measure the kind of pass in which a GPU hands layers to CPU workers, but without handoffs.
+    `assisted`: measure the kind of pass in which a GPU hands layers to CPU workers, but without handoffs. Raises
+    Interrupted as soon as `should_yield` returns True.
     """
     room = blocks.free * runner.block_tokens
-    lengths = sorted({min(tokens, room) for tokens in effort.tokens})
+    if not room:
+        raise Interrupted("no KV block is free for a measured pass")
     lora = NoHandoffs((GROUP,)) if assisted else None
-    return tuple((tokens, _layer_seconds(runner, blocks, tokens, effort.rounds, lora)) for tokens in lengths)
+    run = partial(_pass_seconds, runner, lora=lora, should_yield=should_yield)
+    return tuple((n, _layer_seconds(runner, blocks, n, rounds, run)) for n in sorted({min(n, room) for n in tokens}))
 
 
-def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int, lora: PassLora | None) -> float:
-    """Returns the seconds of one layer for a prompt of `tokens` tokens: the median of `rounds` passes over all layers,
-    by GPU events on a GPU. `lora` must add nothing."""
+def _layer_seconds(
+    runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int, run: Callable[[StepBatch], float]
+) -> float:
+    """Returns the seconds of one layer for a prompt of `tokens` tokens: the median of `rounds` passes over all
+    layers."""
     request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
     allocated = blocks.allocate(blocks.blocks_for(tokens))
     assert allocated is not None  # enough blocks are free
@@ -107,13 +119,31 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
     times = []
     try:
         for _ in range(rounds + 1):
-            batch = build_step([Row(request, tokens)], 0, runner.block_tokens, batch_device(runner))
-            run = runner.start(batch, lora)
-            times.append(device_seconds(runner.device, partial(run.advance, runner.num_layers)))
-            run.abort().synchronize()
+            times.append(run(build_step([Row(request, tokens)], 0, runner.block_tokens, batch_device(runner))))
     finally:
         blocks.release(allocated)
     return median(times[1:]) / runner.num_layers
+
+
+def _pass_seconds(
+    runner: ModelRunner, batch: StepBatch, lora: PassLora | None, should_yield: Callable[[], bool]
+) -> float:
+    """Returns the seconds of a pass over all layers, by GPU events on a GPU. `lora` must add nothing. Raises
+    Interrupted."""
+    run = runner.start(batch, lora)
+    layers = runner.num_layers
+    stretch = layers if runner.device.type == "cuda" else run.stretch  # a GPU computes later than it is told
+
+    def advance() -> None:
+        while run.layer < layers:
+            if should_yield():
+                raise Interrupted("the engine is wanted")
+            run.advance(min(run.layer + stretch, layers))
+
+    try:
+        return device_seconds(runner.device, advance)
+    finally:
+        run.abort().synchronize()
 
 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:

@@ -1,7 +1,7 @@
 """Starts a node's CPU LoRA workers, and measures cold calls with them.
 
-It measures at the node's start. While the node is idle, it measures again after the link has changed, or after calls of
-an unmeasured kind.
+It measures at the node's start. While the node is idle, it measures again after the link or the engine's speed has
+changed, or after calls of an unmeasured kind.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from node_agent.coldstart.auto_workers import (
 )
 from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
-from node_agent.coldstart.learning import LearntLink
+from node_agent.coldstart.cost_check import RETRY_S, CostCheck, Pause
+from node_agent.coldstart.learning import engine_correction
 from node_agent.coldstart.measure import SHORT, measure
 from node_agent.coldstart.pass_times import ROUNDS, CallKind
-from node_agent.coldstart.profile import ProfileFile
+from node_agent.coldstart.profile import Profile, ProfileFile
 from node_agent.coldstart.setup import check_handoff, profile_key
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.worker_start import (
@@ -50,20 +51,11 @@ from node_agent.engine.loop import Engine
 log = logging.getLogger("garnish.engine")
 
 START_LIMIT_S = 60.0
-LINK_MOVED = 4 / 3
-"""Factor by which the link's learned bandwidth must change before the node reconsiders its number of workers."""
-JUDGE_PAUSE_S = 60.0
-"""Minimum seconds between two decisions on the workers because of a changed link. On a busy host the measurement's own
-loads can change the learned bandwidth."""
-RETRY_S = 30.0
-"""Seconds before another attempt after an interrupted measurement."""
 ABOUT_AS_FAST = 1.05
 """Factor within which the time to first token with fewer workers counts as equally good."""
 DECISION_ROUNDS = 8
 """Number of calls of each plan that are measured to decide whether to use workers, or to narrow the bounds of a kind of
 call."""
-CONFIRM_ROUNDS = 5
-"""Number of pipelined calls that are measured to confirm that the link has changed."""
 BURST_ROUNDS = 3
 """Number of bursts of concurrent calls of each plan that are measured for the same decision."""
 ALL_PLANS = ("wait", *PLANS)
@@ -78,11 +70,11 @@ class WorkerManager:
         self.starts = engine.cold_start
         self._key = profile_key(engine, config, base)
         self._file = ProfileFile(Path(config.profile) if config.profile else None)
-        self._judged_rate, self._judge_at = 0.0, 0.0
+        self._check = CostCheck(engine, base)
         self._starting: WorkerPool | None = None
         """workers that are starting, or are measured again, while the node serves"""
         self._warm_by = 0.0
-        self._retry_at = 0.0
+        self._retry = Pause(RETRY_S)
 
     def start(self) -> None:
         """Reads or measures the node's profile and starts the workers. Raises ValueError when the number of workers in
@@ -112,13 +104,14 @@ class WorkerManager:
     def work(self, should_yield: Callable[[], bool]) -> bool:
         """Measures calls while the node is idle, until `should_yield` returns True. Returns False when there is nothing
         to measure now."""
-        if time.monotonic() < self._retry_at or should_yield():
+        if not self._retry.over or should_yield():
             return False
         if self._starting is not None:
             return self._finish_start(self._starting, should_yield)
-        if self._link_has_moved():
-            if self._confirm_link(should_yield):
-                self._judge_link_again()
+        if self.config.cpu_workers is None and not refusal(self.config) and self._check.should_measure:
+            profile = self._check.measure(should_yield)
+            if profile is not None:
+                self._judge_again(profile)
             return True
         if self.starts.unmeasured and self.starts.assists:
             self._measure_kind(next(iter(self.starts.unmeasured)), should_yield)
@@ -131,7 +124,6 @@ class WorkerManager:
         """Returns how many workers to start, before calls are measured with them."""
         starts, config, profile = self.starts, self.config, self.starts.profile
         assert profile is not None
-        self._judged_rate = profile.link.bandwidth
         if config.cpu_workers is not None:
             return WorkersDecision(config.cpu_workers if not why_not else 0, why_not or "as set")
         if why_not:
@@ -216,56 +208,28 @@ class WorkerManager:
 
     # --- while idle
 
-    def _link_has_moved(self) -> bool:
-        """Returns whether the link's learned bandwidth has changed by the factor LINK_MOVED since the last decision on
-        workers. Returns False within JUDGE_PAUSE_S seconds of a decision made for this reason."""
-        if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
-            return False
-        if refusal(self.config) or time.monotonic() < self._judge_at:
-            return False
-        rate = self.starts.link.cost.bandwidth / self._judged_rate
-        return not 1 / LINK_MOVED < rate < LINK_MOVED
-
-    def _confirm_link(self, should_yield: Callable[[], bool]) -> bool:
-        """Returns whether the link has changed by loads that are measured now, while the node is idle.
-
-        Loads of requests also take longer if the host is busy. Without this check a node would drop its measured calls,
-        and perhaps its workers, although the link is the same. Returns False if the measurement was interrupted.
-        """
-        starts = self.starts
-        assert starts.profile is not None
-        learnt, starts.link = starts.link, LearntLink(starts.profile.link)
-        try:
-            Calibration(self.engine, self.base, should_yield).measure(TYPICAL, ("pipeline",), CONFIRM_ROUNDS)
-        except Interrupted as interrupted:
-            log.info("the link could not be measured again", extra={"reason": str(interrupted)})
-            starts.link = learnt  # the loads of requests are all that is known of it
-            self._retry_at = time.monotonic() + RETRY_S
-            return False
-        if self._link_has_moved():
-            return True
-        self._judge_at = time.monotonic() + JUDGE_PAUSE_S
-        return False
-
-    def _judge_link_again(self) -> None:
-        """Decides on the workers again, by the link's current cost: closes them, starts new ones, or has the existing
-        ones measured again."""
-        starts = self.starts
-        assert starts.profile is not None and starts.link is not None
-        cost, workers = starts.link.cost, starts.workers
-        log.info("the link to the device has changed", extra={"bytes_per_second": round(cost.bandwidth)})
-        starts.use(replace(starts.profile, link=cost, passes=()), workers)
-        self._judge_at = time.monotonic() + JUDGE_PAUSE_S
+    def _judge_again(self, profile: Profile) -> None:
+        """Decides on the workers again, by a profile with changed costs, and stores it. Closes the workers, starts new
+        ones, or has the existing ones measured again."""
+        starts, workers = self.starts, self.starts.workers
+        if starts.profile is not None and profile.layer is not starts.profile.layer:
+            starts.device = engine_correction()  # the new profile contains what it had learnt
+        starts.use(profile, workers)
         decision = self._decide("")
+        if workers is not None and workers.layout.workers < decision.count:
+            self._end_workers()  # more may gain now
+            workers = None
         there = 0 if workers is None else workers.limit
         starts.decision = WorkersDecision(min(there, decision.count), decision.reason, decision.figures)
         if not decision.count:
             self._end_workers()
-            self._report()
         elif workers is None:
             self._unless_impossible(lambda: self._begin_start(decision.count))
         else:
             self._starting = workers
+        self._write()
+        if self._starting is None:
+            self._report()
 
     def _begin_start(self, count: int) -> None:
         """Starts workers without waiting for them. Raises ValueError, UnsupportedMachine."""
@@ -282,17 +246,33 @@ class WorkerManager:
             self._starting = None
             pool.close()
             self.starts.decision = WorkersDecision(0, f"they were not warm within {START_LIMIT_S:.0f} s")
+            self._report()
             return True
         try:
-            if self.starts.workers is not None or self._unless_impossible(lambda: self._take(pool)):
+            if self._has_costs(pool) or self._unless_impossible(lambda: self._take(pool)):
                 self._judge(should_yield)
-        except Interrupted:
-            self._retry_at = time.monotonic() + RETRY_S
+        except Interrupted as interrupted:
+            self._postpone(interrupted, by_call=should_yield())
             return True
         self._starting = None
+        self._retry = Pause(RETRY_S)
         self._write()
         self._report()
         return True
+
+    def _has_costs(self, pool: WorkerPool) -> bool:
+        """Returns whether cold starts use this pool, and its workers' costs are known."""
+        profile = self.starts.profile
+        return self.starts.workers is pool and profile is not None and profile.cpu is not None
+
+    def _postpone(self, interrupted: Interrupted, by_call: bool) -> None:
+        """Begins a pause after an interrupted measurement of calls with workers. It grows unless a real call was the
+        reason."""
+        if by_call:
+            self._retry.begin(RETRY_S)
+            return
+        seconds = self._retry.lengthen()
+        log.warning("cold calls could not be measured", extra={"reason": str(interrupted), "next_try_s": seconds})
 
     def _unless_impossible(self, start: Callable[[], object]) -> bool:
         """Calls `start`, which starts workers. Returns whether it succeeded.
@@ -322,7 +302,7 @@ class WorkerManager:
             Calibration(self.engine, self.base, should_yield).measure(kind, ALL_PLANS, rounds)
         except Interrupted as interrupted:
             log.info("cold calls were not measured", extra={"kind": str(kind), "reason": str(interrupted)})
-            self._retry_at = time.monotonic() + RETRY_S
+            self._retry.begin(RETRY_S)
             if should_yield():
                 unmeasured[kind] = None
             else:
@@ -347,18 +327,20 @@ class WorkerManager:
         any worker answers; if none does, closes the pool. Raises ValueError when the handoff does not work."""
         starts, count = self.starts, pool.layout.workers
         assert starts.profile is not None
-        if isinstance(pool, StreamPool) and pool.usable:
+        is_new = starts.workers is not pool
+        if isinstance(pool, StreamPool) and pool.usable and is_new:
             check_handoff(pool)
         profile = starts.profile
         if profile.cpu is None or profile.key.workers != count:
             starts.times.forget("assist")  # other numbers of workers have other times
             cpu, handoff = measure_workers(starts.store, pool)
             profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
-        if profile.cpu is not None and isinstance(pool, StreamPool):
+        if profile.cpu is not None and isinstance(pool, StreamPool) and is_new:
             profile = prepare_handoffs(self.engine.runner, self.engine.blocks, profile)
         if profile.cpu is None:
             log.warning("cold starts go without CPU workers: none answered while they were measured")
             starts.decision = WorkersDecision(0, "none answered while they were measured")
+            self._end_workers()
             pool.close()
             return False
         starts.use(replace(profile, passes=starts.times.samples), pool)
@@ -377,7 +359,7 @@ class WorkerManager:
         """Writes the profile for the next start."""
         profile, workers = self.starts.profile, self.starts.workers
         if profile is not None:
-            count = profile.key.workers if workers is None else workers.limit
+            count = profile.key.workers if workers is None or profile.cpu is None else workers.limit
             key = replace(profile.key, workers=count)
             self._file.write(replace(profile, key=key, passes=self.starts.times.samples))
 

@@ -67,4 +67,4 @@ def prepare_handoffs(runner: ModelRunner, blocks: BlockPool, profile: Profile) -
     passes."""
     if isinstance(runner, SendingRunner):
         runner.capture_handoffs()
-    return replace(profile, layer=measure_layers(runner, blocks, SHORT, assisted=True))
+    return replace(profile, layer=measure_layers(runner, blocks, SHORT.tokens, SHORT.rounds, assisted=True))

@@ -16,7 +16,8 @@ from adapters.contents import REWRITE_SECONDS
 from adapters.deployment import AdapterUpload
 from adapters.errors import Conflict, StoreUnavailable
 from adapters.local_store import LocalStore
-from adapters.quota import HOLD_SECONDS, Quota
+from adapters.quota import Quota
+from adapters.quota_usage import HOLD_SECONDS
 from adapters.registry import Registry
 from adapters.s3_calls import S3Limits
 from adapters.s3_store import S3Store
@@ -87,13 +88,13 @@ def test_room_that_a_deploy_holds_is_not_taken_by_one_with_another_clock(
     store = LocalStore(tmp_path)
     Tenants(store).put("acme", limits=Limits(adapters=1))
     skewed(ahead)
-    hold = Quota(store).take("acme", 10)
+    hold = Quota(store).take("acme", "f", 10)
     assert hold is not None
     skewed(0.0)
     with pytest.raises(Conflict):
-        Quota(store).take("acme", 10)
+        Quota(store).take("acme", "f", 10)
     Quota(store).settle("acme", hold, None)
-    assert Quota(store).take("acme", 10) is not None
+    assert Quota(store).take("acme", "f", 10) is not None
 
 
 def test_removals_are_remembered_by_the_stores_clock(

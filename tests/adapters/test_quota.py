@@ -9,22 +9,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from peft_files import changed
 
 from adapters.base_model import BaseModel
 from adapters.deployment import AdapterUpload
 from adapters.errors import Conflict, NotFound, StoreUnavailable
-from adapters.functions import FunctionRecord, VersionEntry
-from adapters.local_store import LocalStore
-from adapters.quota import HOLD_SECONDS, RECOUNT_SECONDS, Quota
+from adapters.functions import FunctionRecord
+from adapters.quota import Quota
+from adapters.quota_usage import HOLD_SECONDS, RECOUNT_SECONDS
 from adapters.registry import Registry
 from adapters.store import ObjectStore
 from adapters.tenant_removal import delete_tenant
 from adapters.tenants import Limits, Tenants
-from tests.support.draws import draws
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +91,17 @@ def test_what_died_holds_nothing_for_ever(store: ObjectStore, base: BaseModel, a
     quota = Quota(store, lambda: now[0])
 
     def die() -> None:
-        with quota.deploying("acme") as room:
+        with quota.deploying("acme", "f") as room:
             room.take(10)
+            room.may_be_listed = True
             raise StoreUnavailable("nobody knows whether the version is listed")
 
     with pytest.raises(StoreUnavailable):
         die()
     with pytest.raises(Conflict):
-        quota.take("acme", 10)
+        quota.take("acme", "f", 10)
     now[0] += HOLD_SECONDS + 1
-    assert quota.take("acme", 10) is not None
+    assert quota.take("acme", "f", 10) is not None
 
 
 def test_a_bound_that_is_too_high_is_found_out(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
@@ -214,102 +211,3 @@ def test_what_serverless_yml_declares_stays(store: ObjectStore) -> None:
     tenants.revoke_key("acme", record.key_id)
     assert tenants.verify(text) is None
     assert tenants.get("acme").limits.adapters == 5
-
-
-class QuotaMachine(RuleBasedStateMachine):
-    """Deploys and removals that end, fail, die or overlap, with the functions as the truth."""
-
-    LIMIT = 4
-
-    @initialize(folder=st.builds(lambda: None))
-    def begin(self, folder: None) -> None:
-        import tempfile
-
-        self.folder = tempfile.TemporaryDirectory()
-        self.store = LocalStore(Path(self.folder.name) / "registry")
-        self.now = 1000.0
-        self.quota = Quota(self.store, lambda: self.now)
-        self.names: list[str] = []
-        self.open: list[Any] = []
-        self.made = 0
-        Tenants(self.store).put("acme", limits=Limits(adapters=self.LIMIT))
-
-    def teardown(self) -> None:
-        self.folder.cleanup()
-
-    @rule(how=st.sampled_from(["made", "failed", "died unlisted", "died listed", "open"]))
-    def deploy(self, how: str) -> None:
-        try:
-            hold = self.quota.take("acme", 10)
-        except Conflict:
-            open_ones = sum(when > self.now - HOLD_SECONDS for _, when in self.open)
-            assert len(self.names) + open_ones + self.dead() >= self.LIMIT
-            return
-        assert hold is not None
-        if how == "open":
-            self.open.append((hold, self.now))
-        if how in ("made", "died listed"):
-            self._list()
-        if how in ("made", "failed"):
-            self.quota.settle("acme", hold, 10 if how == "made" else None)
-
-    def dead(self) -> int:
-        """Holds and sums that the next count, once it is due, will correct: they excuse a refusal."""
-        held = Tenants(self.store).get("acme").held
-        assert held is not None
-        return held.adapters + len(held.holds)
-
-    @rule(listed=st.booleans())
-    def end_one(self, listed: bool) -> None:
-        if self.open:
-            hold, when = self.open.pop(0)
-            if when < self.now - HOLD_SECONDS:
-                listed = False  # a deploy that takes so long has died
-            if listed:
-                self._list()
-            self.quota.settle("acme", hold, 10 if listed else None)
-
-    @rule(died=st.booleans())
-    def remove(self, died: bool) -> None:
-        if not self.names:
-            return
-        try:
-            with self.quota.removing("acme") as freed:
-                self._write(self.names.pop(), deleted=True)
-                freed.set(1, 10)
-                if died:
-                    raise InterruptedError
-        except InterruptedError:
-            pass
-
-    @rule(seconds=st.sampled_from([1.0, HOLD_SECONDS + 1, RECOUNT_SECONDS + 1]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @invariant()
-    def never_too_many(self) -> None:
-        if hasattr(self, "store"):
-            assert len(self.names) <= self.LIMIT
-
-    @rule()
-    def after_an_hour_the_room_is_there(self) -> None:
-        self.now += RECOUNT_SECONDS + 1
-        self.open.clear()
-        if len(self.names) < self.LIMIT:
-            hold = self.quota.take("acme", 10)
-            assert hold is not None
-            self.quota.settle("acme", hold, None)
-
-    def _list(self) -> None:
-        self.made += 1
-        self.names.append(f"f{self.made}")
-        self._write(self.names[-1], deleted=False)
-
-    def _write(self, name: str, deleted: bool) -> None:
-        entry = VersionEntry(1, "0" * 64, "base", (4,), ("q_proj",), 10, self.now)
-        record = FunctionRecord(name=name, created=0, deleted=deleted, versions=() if deleted else (entry,))
-        self.store.put(f"tenants/acme/functions/{name}/function.json", msgspec.json.encode(record))
-
-
-TestQuotaMachine = QuotaMachine.TestCase
-TestQuotaMachine.settings = settings(max_examples=draws(15), stateful_step_count=25)

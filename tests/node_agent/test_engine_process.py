@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,15 +27,16 @@ from node_agent.engine_loop import Loop
 from node_agent.engine_process import ready_message
 from node_agent.idle_work import QUIET_S
 from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Ready, Submit, encode, event_decoder
+from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.test_floods import STORY, flooded
 from tests.support.local_engine import MakeEngine
 
 
 @pytest.fixture
 def wake() -> Iterator[WakeUp]:
-    made = WakeUp()
-    yield made
-    os.close(made.fd)
+    """It is closed before the engine, whose loads may still end."""
+    with closing(WakeUp()) as made:
+        yield made
 
 
 def received(peer: socket.socket) -> list[EngineEvent]:
@@ -158,3 +162,51 @@ def test_layers_that_arrive_do_not_end_a_measurement_of_cold_calls(
         channel.close()
         peer.close()
     engine.assert_clean()
+
+
+def test_a_load_that_ends_after_the_wake_up_was_closed_writes_to_no_other_file(
+    make_engine: MakeEngine, drawn_adapters: list[Path]
+) -> None:
+    """A loader thread may outlive the engine's loop, and the eventfd's number then belongs to whoever opened next."""
+    wake, woken = WakeUp(), threading.Event()
+
+    def set_and_tell() -> None:
+        wake.set()
+        woken.set()
+
+    engine = make_engine(on_change=set_and_tell)
+    link = HeldLink(engine)
+    request = engine.submit(STORY, 2, engine.deploy(drawn_adapters[0]))
+    engine.run(until=lambda: bool(engine.engine.running))
+    wake.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        assert other == wake.fd, "the lowest free number is the one that was closed"
+        woken.clear()
+        link.open()
+        engine.run()
+        assert woken.is_set() and engine.outcomes[request].finished is not None
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+    finally:
+        os.close(other)
+    wake.close()  # once is enough
+
+
+def test_a_signal_while_the_wake_up_is_closed(wake: WakeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler runs in the thread that closes, and must not wait for itself."""
+    close, handled = os.close, list[int]()
+    before = signal.signal(signal.SIGUSR1, lambda *_: (wake.set(), handled.append(wake.fd)))
+
+    def close_and_signal(fd: int) -> None:
+        close(fd)
+        if fd == wake.fd:
+            signal.raise_signal(signal.SIGUSR1)
+
+    try:
+        monkeypatch.setattr(os, "close", close_and_signal)
+        wake.close()
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == [wake.fd]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -90,7 +89,7 @@ def test_nothing_is_wanted_once_the_api_process_is_gone(make_engine: MakeEngine,
     step_until(engine, lambda: engine.engine.prefetcher.underway == 1)
     wake = WakeUp()
     Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: True).drop_all()
-    os.close(wake.fd)
+    wake.close()
     assert engine.engine.prefetcher.underway == 0
     assert not engine.engine.store.hosts.waiting(adapter.digest)
     for _ in range(5):

@@ -9,7 +9,7 @@ import pytest
 
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.residency import evict
-from node_agent.coldstart.learning import HOST_FADE_S, HOST_RATE, Correction
+from node_agent.coldstart.learning import Correction, engine_correction
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.leases import InUse
 from tests.node_agent.coldstart.held_link import HeldLink
@@ -29,7 +29,7 @@ def as_started(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator
     if pool is not None:
         assert pool.wait_ready(LONG) == 1
         eventually(lambda: not counters_of(pool).in_quarantine)
-    starts.row_cpu, starts.device = Correction(), Correction(fade_s=HOST_FADE_S, rate=HOST_RATE)
+    starts.row_cpu, starts.device = Correction(), engine_correction()
     starts.unmeasured.clear()
     starts.unmeasurable.clear()
     yield engine

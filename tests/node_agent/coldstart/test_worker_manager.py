@@ -6,30 +6,22 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from node_agent.coldstart import worker_manager
 from node_agent.coldstart.auto_workers import JUDGED, TYPICAL
 from node_agent.coldstart.calibration import ANSWER, Calibration, Interrupted, never
 from node_agent.coldstart.pass_times import MAX_SAMPLES, ROUNDS, CallKind, PassSample, PassTimes, kind_of
-from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.ipc import ListAdapters
 from node_agent.runner.transformers_runner import LoadModel
+from tests.node_agent.coldstart.idle_work import manager_of, work_while_idle
 from tests.node_agent.coldstart.kept import as_started
-from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.local_engine import LocalEngine
 from tests.support.peft_reference import ALL_TARGETS, make_adapter
 
 LINK = LinkConfig(1e7)
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
-
-
-def manager_of(engine: LocalEngine) -> WorkerManager:
-    manager = engine.engine.worker_manager
-    assert isinstance(manager, WorkerManager)
-    return manager
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +41,8 @@ def linked(kept: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local
     """An engine whose worker sits behind a link, and which has measured no call."""
     with as_started(kept, monkeypatch):
         yield kept
-    manager_of(kept)._retry_at = 0.0
-
-
-def idle(engine: LocalEngine, gives_way: object = never) -> int:
-    """Works until there is nothing to measure. Returns how many slices there were."""
-    manager, slices = manager_of(engine), 0
-    while manager.work(gives_way):  # type: ignore[arg-type]
-        slices += 1
-        assert slices < 20
-    return slices
+    manager_of(kept)._retry.reset()
+    manager_of(kept)._retry.until = 0.0
 
 
 @needs_core
@@ -84,7 +68,7 @@ def test_workers_take_a_kind_of_call_once_it_was_measured(
     assert layers_cpu() == 0
     kind = CallKind(tuple(range(7)), 64, 32)
     assert kind in starts.unmeasured and not starts.times.is_measured(kind)
-    assert idle(linked) > 0
+    assert work_while_idle(linked) > 0
     assert starts.times.is_measured(kind) and kind not in starts.unmeasured
     for plan in ("wait", "pipeline", "assist"):
         assert len(starts.times.of(kind, plan)) >= ROUNDS
@@ -125,7 +109,7 @@ def test_a_kind_whose_bounds_overlap_is_measured_further(
     assert not called()
     known(8)
     assert called()
-    assert idle(linked) > 0
+    assert work_while_idle(linked) > 0
     assert len(starts.times.of(kind, "assist")) > 8 and kind not in starts.unmeasured
     linked.assert_clean()
 
@@ -148,8 +132,8 @@ def test_a_call_that_comes_ends_a_measurement_at_once(linked: LocalEngine) -> No
     linked.run()
     linked.assert_clean()
     assert not linked.engine.store.device and not list(linked.engine.store.hosts.all())
-    manager._retry_at = 0.0
-    idle(linked)
+    manager._retry.until = 0.0
+    work_while_idle(linked)
     assert TYPICAL not in starts.unmeasured and starts.times.is_measured(TYPICAL)
 
 
@@ -172,71 +156,6 @@ def test_a_made_up_call_takes_the_way_of_any_other(linked: LocalEngine) -> None:
         Calibration(linked.engine, linked.base).run(TYPICAL, "wait", calls=100)
     assert ANSWER > 1
     linked.assert_clean()
-
-
-@needs_core
-def test_workers_are_judged_again_when_the_link_has_changed(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A link that turns out eight times slower starts workers on a node that had none; one that recovers ends them."""
-    with monkeypatch.context() as patch:  # whatever a busy host measures at the start
-        patch.setattr(worker_manager, "judge_link", lambda *_: worker_manager.WorkersDecision(0, "little to gain"))
-        engine = make_engine(load_link=LinkConfig(1e9), adapter_memory=4 << 20, host_memory=16 << 20)
-    starts, manager = engine.engine.cold_start, manager_of(engine)
-    assert starts.decision.count == 0 and starts.link is not None and not idle(engine)
-    judged = []
-
-    def judge(times: object, count: int, link: object) -> object:
-        judged.append(count)
-        return worker_manager.WorkersDecision(count, "they gain")
-
-    monkeypatch.setattr(worker_manager, "judge_calls", judge)
-    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
-    learn_loads(engine, slower=15)
-    engine.engine.store.loader.device_link.config = LinkConfig(1e9 / 60)
-    assert manager.work(never)
-    pool = manager._starting
-    assert pool is not None and starts.decision.count == 0, "none is there before it was measured"
-    pool.wait_ready(120.0)
-    idle(engine)
-    assert engine.engine.assist is not None and judged and starts.decision.reason == "they gain"
-    engine.engine.store.loader.device_link.config = LinkConfig(1e9)
-    learn_loads(engine, slower=1 / 3)
-    monkeypatch.setattr(worker_manager, "judge_link", lambda *_: worker_manager.WorkersDecision(0, "little to gain"))
-    assert not manager.work(never), "a judgement's own loads can move the learnt rate"
-    manager._judge_at = 0.0
-    assert manager.work(never)
-    assert engine.engine.assist is None and starts.decision.reason == "little to gain"
-
-
-@needs_core
-def test_loads_that_a_busy_host_slowed_end_no_worker(linked: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The idle node measures its loads again, finds the link as it was, and drops neither workers nor passes."""
-    starts, manager = linked.engine.cold_start, manager_of(linked)
-    monkeypatch.setattr(manager, "config", msgspec.structs.replace(manager.config, cpu_workers=None))
-    monkeypatch.setattr(manager, "_judged_rate", starts.profile.link.bandwidth if starts.profile else 0.0)
-    monkeypatch.setattr(manager, "_judge_at", 0.0)
-    starts.times.add(PassSample(TYPICAL, "assist", 0.1, 0.1))
-    workers, decision = starts.workers, starts.decision
-    learn_loads(linked, slower=3)
-    assert manager._link_has_moved()
-    assert manager.work(lambda: manager._retry_at == 0.0 and starts.link is not None and not starts.link._loads) is True
-    assert manager._retry_at > 0, "an interrupted measurement is tried again later"
-    manager._retry_at = 0.0
-    learn_loads(linked, slower=3)
-    assert manager.work(never) and not manager._link_has_moved()
-    assert starts.workers is workers and starts.decision is decision
-    assert len(starts.times.of(TYPICAL, "assist")) == 1
-    assert len(starts.times.of(TYPICAL, "pipeline")) == worker_manager.CONFIRM_ROUNDS
-    linked.assert_clean()
-
-
-def learn_loads(engine: LocalEngine, slower: float) -> None:
-    """Records loads that took `slower` times as long as the profile says."""
-    link = engine.engine.cold_start.link
-    assert link is not None
-    for _ in range(16):
-        link.learn(1 << 24, slower * (1 << 24) / link.profile.bandwidth)
 
 
 @needs_core

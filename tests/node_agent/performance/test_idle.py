@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import time
@@ -44,7 +43,7 @@ def loop_of(engine: LocalEngine, idle: IdleMeasurement, folder: Path) -> Iterato
             loop.drop_all()
             channel.close()
             peer.close()
-            os.close(wake.fd)
+            wake.close()
 
 
 class CountedPass:

@@ -1,0 +1,302 @@
+"""A node judges its workers again once it has measured that the link or the engine is not as its profile says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.json_file import write_json
+from node_agent.coldstart import cost_check, worker_manager
+from node_agent.coldstart.auto_workers import TYPICAL, judge_link
+from node_agent.coldstart.calibration import Calibration, Interrupted
+from node_agent.coldstart.cold_starts import WorkersDecision
+from node_agent.coldstart.cost_check import CHECK_PAUSE_S, MAX_PAUSE_S, RETRY_S, CostCheck, Pause
+from node_agent.coldstart.measure import SHORT, measure_layers
+from node_agent.coldstart.pass_times import ROUNDS, PassSample
+from node_agent.coldstart.profile import LinkCost, Profile, read_profile
+from node_agent.config import LinkConfig
+from node_agent.cores import spare_cores
+from node_agent.runner.transformers_runner import LoadModel
+from tests.node_agent.coldstart.idle_work import manager_of, work_while_idle
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import make_adapter
+
+SLOW = 200
+"""How many times slower the stored profile's engine is: more than a busy host slows the test itself."""
+LAYER_S = 4e-4
+"""About what a layer of 64 tokens takes, in seconds; not measured, since a busy host would change the link with it."""
+LOAD = 10
+"""How many warm prefills the load of the judged adapter takes; so many that it does on a busy host, too."""
+SIZES = {"adapter_memory": 4 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}
+needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
+
+
+def nobody_calls() -> bool:
+    """Lets idle work go on. A node's start measures with another function, `never`."""
+    return False
+
+
+@dataclass
+class SlowNode:
+    """A node whose stored profile was measured on a busy host; on a true one it would judge workers worth a try."""
+
+    engine: LocalEngine
+    true: Profile
+    file: Path
+
+    @property
+    def check(self) -> CostCheck:
+        return manager_of(self.engine)._check
+
+    @property
+    def stored(self) -> Profile:
+        profile = self.engine.engine.cold_start.profile
+        assert profile is not None
+        return read_profile(self.file, profile.key)
+
+    def call(self, directory: Path) -> None:
+        """A call from host memory, by which the node learns its engine's real speed."""
+        adapter = self.engine.deploy(directory)
+        for prompt in ([1, 2], list(range(5, 5 + TYPICAL.tokens))):
+            self.engine.engine.store.discard(adapter.digest)
+            self.engine.submit(prompt, 2, adapter, ignore_eos=True)
+            self.engine.run()
+
+    def learn_engine(self, factor: float) -> None:
+        for _ in range(4):
+            self.engine.engine.cold_start.device.learn(1.0, factor)
+
+    def learn_link(self, slower: float) -> None:
+        link = self.engine.engine.cold_start.link
+        assert link is not None
+        for _ in range(16):
+            link.learn(1 << 24, slower * (1 << 24) / link.profile.bandwidth)
+
+    def judge_link(self) -> WorkersDecision:
+        """What a node with the present profile decides at its start."""
+        profile = self.engine.engine.cold_start.profile
+        assert profile is not None
+        return judge_link(manager_of(self.engine).config, self.engine.engine.store, self.engine.base, profile)
+
+
+@pytest.fixture
+def slow(stories_dir: Path, load_stories: LoadModel, tmp_path: Path) -> Iterator[SlowNode]:
+    def start(link: LinkConfig, file: Path, workers: int | None) -> LocalEngine:
+        return LocalEngine(
+            stories_dir, tmp_path / "registry", load=load_stories, dtype="float32", threads=1, load_link=link,
+            profile=str(file), cpu_workers=workers, **SIZES,
+        )  # fmt: skip
+
+    file = tmp_path / "profile.json"
+    with closing(start(LinkConfig(1e9), tmp_path / "first.json", 0)) as first:
+        true = first.engine.cold_start.profile
+        assert true is not None
+        layer = tuple((tokens, LAYER_S * tokens / TYPICAL.tokens) for tokens, _ in true.layer)
+        true = msgspec.structs.replace(true, layer=layer)
+        layout = first.engine.store.pool.uniform_layout(first.base, TYPICAL.rank, TYPICAL.projections)
+        load_s = LOAD * true.layer_seconds(TYPICAL.tokens) * first.base.num_layers
+    link = LinkConfig(layout.live / load_s)
+    key = msgspec.structs.replace(true.key, simulated_bandwidth=link.bandwidth)
+    true = msgspec.structs.replace(true, key=key, link=LinkCost(0.0, link.bandwidth))
+    layer = tuple((tokens, SLOW * seconds) for tokens, seconds in true.layer)
+    write_json(msgspec.structs.replace(true, layer=layer), file)
+    with closing(start(link, file, None)) as engine:
+        assert engine.engine.cold_start.decision.count == 0, "the slow engine seems to hide each load"
+        assert "little to gain" in engine.engine.cold_start.decision.reason and not work_while_idle(engine)
+        yield SlowNode(engine, true, file)
+        engine.assert_clean()
+
+
+def gains(_times: object, count: int, link: WorkersDecision) -> WorkersDecision:
+    return WorkersDecision(count, "they gain", link.figures)
+
+
+@needs_core
+def test_a_node_first_started_on_a_busy_host_gets_workers_when_idle(
+    slow: SlowNode, stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a node with a true profile; and its next start knows it."""
+    monkeypatch.setattr(worker_manager, "judge_calls", gains)
+    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    starts, manager = slow.engine.engine.cold_start, manager_of(slow.engine)
+    slow.call(make_adapter(stories_dir, tmp_path / "a", 0, r=64, target_modules=["q_proj", "k_proj", "v_proj"]))
+    assert manager.work(nobody_calls) and slow.check.changes == 1
+    assert not manager.work(nobody_calls), "it must be found again, and not at once"
+    assert starts.decision.count == 0 and slow.stored.layer[0][1] == pytest.approx(SLOW * slow.true.layer[0][1])
+    slow.check.pause.until = 0.0
+    assert manager.work(nobody_calls)
+    assert slow.stored.layer_seconds(TYPICAL.tokens) < slow.true.layer_seconds(TYPICAL.tokens) * SLOW / 1.3
+    assert [tokens for tokens, _ in slow.stored.layer] == [tokens for tokens, _ in slow.true.layer]
+    assert starts.device.value == 1.0, "what it had learnt is in the profile now"
+    pool = manager._starting
+    assert pool is not None and starts.decision.count == 0, "none is there before it was measured"
+    pool.wait_ready(120.0)
+    work_while_idle(slow.engine)
+    decision = starts.decision
+    assert decision.reason == "they gain" and starts.workers is not None
+    assert decision.count == starts.workers.limit == slow.stored.key.workers > 0
+    assert slow.judge_link().count >= decision.count and slow.stored.cpu is not None
+
+
+@needs_core
+def test_a_link_that_got_slower_starts_workers_and_one_that_recovers_ends_them(
+    slow: SlowNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_manager, "judge_calls", gains)
+    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    starts, manager, device_link = slow.engine.engine.cold_start, manager_of(slow.engine), slow.engine.engine.store
+    bandwidth = slow.true.link.bandwidth
+    slow.learn_link(slower=15)
+    device_link.loader.device_link.config = LinkConfig(bandwidth / 20)
+    judge(slow)
+    pool = manager._starting
+    assert pool is not None and slow.stored.link.bandwidth < bandwidth / 4
+    pool.wait_ready(120.0)
+    work_while_idle(slow.engine)
+    assert starts.workers is not None and starts.decision.reason == "they gain"
+    device_link.loader.device_link.config = LinkConfig(bandwidth)
+    slow.learn_link(slower=1 / 3)
+    monkeypatch.setattr(worker_manager, "judge_link", lambda *_: WorkersDecision(0, "little to gain"))
+    assert not manager.work(nobody_calls), "a judgement's own loads can move the learnt rate"
+    judge(slow)
+    assert starts.workers is None and starts.decision.reason == "little to gain"
+    assert slow.stored.link.bandwidth > bandwidth / 12, "stored with the decision for none, too"
+
+
+def judge(node: SlowNode) -> None:
+    """Lets the idle node measure a change often enough for another judgement."""
+    for _ in range(cost_check.CONFIRMATIONS):
+        node.check.pause.until = 0.0
+        assert manager_of(node.engine).work(nobody_calls)
+
+
+def test_the_profile_is_stored_when_none_are_started(slow: SlowNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this the next start would measure and judge all of it again."""
+    monkeypatch.setattr(worker_manager, "judge_link", lambda *_: WorkersDecision(0, "nothing to gain"))
+    slow.learn_engine(1 / SLOW)
+    judge(slow)
+    assert slow.engine.engine.cold_start.decision == WorkersDecision(0, "nothing to gain")
+    assert slow.stored.layer == slow.engine.engine.cold_start.profile.layer  # type: ignore[union-attr]
+    assert slow.stored.layer_seconds(64) < SLOW * slow.true.layer_seconds(64) / 1.3
+
+
+def test_a_busy_node_judges_nothing_and_keeps_what_it_learnt(slow: SlowNode) -> None:
+    """A call that comes at any step of the measurement ends it; it is tried again later."""
+    starts, manager = slow.engine.engine.cold_start, manager_of(slow.engine)
+    slow.learn_engine(1 / SLOW)
+    learnt, profile = (starts.link, starts.device), starts.profile
+    assert not manager.work(lambda: True) and slow.check.pause.over
+    for polls in (1, 5, 40, 200):
+        asked = [0]
+
+        def busy(asked: list[int] = asked, polls: int = polls) -> bool:
+            asked[0] += 1
+            return asked[0] > polls
+
+        slow.check.pause.until = 0.0
+        assert manager.work(busy)
+        if slow.check.changes:
+            break  # it ended before that many polls
+        assert asked[0] <= polls + 4, "asked before each step"
+        assert (starts.link, starts.device) == learnt and starts.learns
+        assert not manager.work(nobody_calls), "another try only later"
+        assert slow.check.pause.seconds == CHECK_PAUSE_S, "no fault of the node"
+        slow.engine.run()
+        slow.engine.assert_clean()
+        assert not slow.engine.engine.store.device and not list(slow.engine.engine.store.hosts.all())
+    assert starts.profile is profile and starts.decision.count == 0
+    slow.check.pause.until = 0.0
+    starts.device = cost_check.engine_correction()  # the learnt value may fade meanwhile
+    assert manager.work(nobody_calls) and slow.check.changes
+
+
+def test_passes_without_an_adapter_end_within_a_layer(slow: SlowNode) -> None:
+    engine, asked = slow.engine.engine, list[int]()
+
+    def busy() -> bool:
+        asked.append(1)
+        return len(asked) == 8
+
+    free = engine.blocks.free
+    with pytest.raises(Interrupted):
+        measure_layers(engine.runner, engine.blocks, SHORT.tokens, 3, False, busy)
+    assert len(asked) == 8 and engine.blocks.free == free
+
+
+def test_a_node_without_room_to_measure_waits_longer_and_longer(
+    slow: SlowNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps what calls have taught it, and says that it could not measure."""
+    starts, manager, hosts = slow.engine.engine.cold_start, manager_of(slow.engine), slow.engine.engine.store.hosts
+    monkeypatch.setattr(hosts, "lend", lambda *_: None)
+    pauses = []
+    with caplog.at_level(logging.WARNING, logger="garnish.engine"):
+        for _ in range(6):
+            slow.learn_engine(1 / SLOW)
+            learnt = starts.device
+            slow.check.pause.until = 0.0
+            assert manager.work(nobody_calls) and starts.device is learnt
+            pauses.append(caplog.records[-1].next_check_s)  # type: ignore[attr-defined]
+            assert not manager.work(nobody_calls)
+    assert pauses == [60.0, 120.0, 240.0, 480.0, MAX_PAUSE_S, MAX_PAUSE_S]
+    assert "no room" in caplog.records[-1].reason  # type: ignore[attr-defined]
+    assert starts.decision.count == 0
+
+
+def test_a_busy_moment_changes_nothing(slow: SlowNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that one measurement finds, and the next one does not, is none; nor is one that none finds."""
+    starts, manager, profile = (
+        slow.engine.engine.cold_start,
+        manager_of(slow.engine),
+        slow.engine.engine.cold_start.profile,
+    )
+    monkeypatch.setattr(cost_check, "MOVED", 1.5)
+    slow.learn_engine(1 / SLOW)
+    assert manager.work(nobody_calls) and slow.check.changes == 1
+    monkeypatch.setattr(cost_check, "MOVED", 1e9)  # whatever a busy host measures
+    slow.check.pause.until = 0.0
+    assert manager.work(nobody_calls) and slow.check.changes == 0
+    assert starts.profile is profile and starts.decision.count == 0 and starts.device.value == 1.0
+    assert len(starts.times.of(TYPICAL, "pipeline")) >= cost_check.ROUNDS, "measured calls stay of use"
+    slow.check.pause.until = 0.0
+    assert not manager.work(nobody_calls), "no call has shown a change since"
+
+
+@needs_core
+def test_workers_that_cannot_be_measured_are_tried_less_and_less_often(
+    slow: SlowNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_manager, "judge_calls", gains)
+    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    starts, manager = slow.engine.engine.cold_start, manager_of(slow.engine)
+    slow.learn_engine(1 / SLOW)
+    judge(slow)
+    pool = manager._starting
+    assert pool is not None
+    pool.wait_ready(120.0)
+    run = Calibration.run
+
+    def no_room(*_: object) -> PassSample:
+        raise Interrupted("host memory has no room for a measured adapter")
+
+    monkeypatch.setattr(Calibration, "run", no_room)
+    for seconds in (RETRY_S, 2 * RETRY_S):
+        assert manager.work(nobody_calls) and not manager.work(nobody_calls)
+        assert caplog.records[-1].next_try_s == seconds  # type: ignore[attr-defined]
+        manager._retry.until = 0.0
+    monkeypatch.setattr(Calibration, "run", run)
+    assert manager.work(nobody_calls) and starts.decision.reason == "they gain" and manager._starting is None
+
+
+def test_a_pause_grows_up_to_its_maximum() -> None:
+    pause = Pause(300.0)
+    assert pause.over and [pause.lengthen() for _ in range(4)] == [300.0, 600.0, MAX_PAUSE_S, MAX_PAUSE_S]
+    assert not pause.over
+    pause.reset()
+    assert pause.seconds == 300.0
