@@ -221,7 +221,7 @@ class HostTier:
         return host
 
     def _set_priority(self, host: HostAdapter) -> None:
-        waits = self._waiters.most_urgent(host.digest) if self._all.get(host.digest) is host else None
+        waits = self._waiters.first_priority(host.digest) if self._all.get(host.digest) is host else None
         priority = Priority.REQUEST if host.leased else waits
         if priority is None or priority == host.priority:
             return
@@ -232,7 +232,7 @@ class HostTier:
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
         host = HostAdapter(digest, artifact, waiters=self.waiting(digest))
-        waits = self._waiters.most_urgent(digest)
+        waits = self._waiters.first_priority(digest)
         host.priority = Priority.REQUEST if waits is None else waits
         host.prefetched = host.priority > Priority.REQUEST
         host.origin = self._below(digest)

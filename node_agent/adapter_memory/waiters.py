@@ -34,7 +34,7 @@ class Waiters:
         """Returns whether anybody waits for the adapter with this priority."""
         return self._counts.get(digest, Counter())[priority] > 0
 
-    def most_urgent(self, digest: str) -> Priority | None:
+    def first_priority(self, digest: str) -> Priority | None:
         """Returns the priority of the adapter's most urgent waiter; None if nobody waits for it."""
         return min(self._counts[digest]) if digest in self._counts else None
 

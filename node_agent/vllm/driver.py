@@ -1,4 +1,4 @@
-"""Runs vLLM's engine in a thread of its own, and hands its outputs to the node's main loop.
+"""Runs vLLM's engine in a separate thread, and hands its outputs to the node's main loop.
 
 vLLM's `AsyncLLM` lives on an event loop, which this thread runs. The main loop calls methods that return at once, and
 takes what has happened since by `take`. Adapters are loaded and removed one at a time, in the order of the calls.
@@ -80,7 +80,7 @@ Output = NewTokens | RequestFailed | AdapterLoaded | EngineDied
 
 
 class AbortSent:
-    """Event of node_agent.device_event: it has ended once vLLM was told to abort a request. Adapters removed from then
+    """Event of node_agent.device_event: it has ended once vLLM has the order to abort a request. Adapters removed from then
     on are removed after the request."""
 
     def __init__(self) -> None:

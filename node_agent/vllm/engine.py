@@ -60,10 +60,10 @@ class VllmEngine(EngineBase):
     ) -> None:
         super().__init__(limits, store, Prefixes(blocks, enabled=False), eos_ids, Pulse(compiles=False))
         self._driver, self._types = driver, types
-        self._running_in_vllm: dict[str, str] = {}
-        """id that vLLM knows, by id of the request. Each submission of a request has another one."""
+        self._vllm_ids: dict[str, str] = {}
+        """id in vLLM, by id of the request. Each submission of a request has another one."""
         self._requests: dict[str, Request] = {}
-        """requests by the id that vLLM knows"""
+        """requests by their id in vLLM"""
         self._submissions = 0
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class VllmEngine(EngineBase):
         super().prepare()
         self._fail_loads()
         for request in list(self.running.values()):
-            if request.id not in self._running_in_vllm and self._is_loaded(request):
+            if request.id not in self._vllm_ids and self._is_loaded(request):
                 self._submit(request)
 
     # --- what EngineBase needs
@@ -91,11 +91,11 @@ class VllmEngine(EngineBase):
 
     def _stop(self, request: Request) -> list[Event]:
         self._book_wait(request)
-        known = self._running_in_vllm.pop(request.id, None)
-        if known is None:
+        vllm_id = self._vllm_ids.pop(request.id, None)
+        if vllm_id is None:
             return []
-        del self._requests[known]
-        sent: AbortSent = self._driver.abort(known)
+        del self._requests[vllm_id]
+        sent: AbortSent = self._driver.abort(vllm_id)
         return [sent]
 
     # --- inside
@@ -105,15 +105,15 @@ class VllmEngine(EngineBase):
         if request.awaits_adapter:
             request.change_state(RequestState.RUNNING)
         self._submissions += 1
-        known = f"{request.id}#{self._submissions}"
-        self._running_in_vllm[request.id], self._requests[known] = known, request
+        vllm_id = f"{request.id}#{self._submissions}"
+        self._vllm_ids[request.id], self._requests[vllm_id] = vllm_id, request
         arguments = vllm_parameters(request, self.eos_ids)
         adapter = None
         if request.lease is not None:
             slot = self.store.slot(request.lease)
             adapter = self._types.adapter(slot.adapter.digest, slot.number, slot.folder.path)
         self._driver.generate(
-            known,
+            vllm_id,
             self._types.prompt(request.tokens, request.tenant),
             self._types.parameters(arguments, request.sampling.bad_words),
             adapter,
@@ -136,8 +136,8 @@ class VllmEngine(EngineBase):
                 self.store.record_load(number, failure)
             case EngineDied(reason=reason):
                 raise VllmDied(reason)
-            case RequestFailed(id=known, reason=reason):
-                request = self._requests.get(known)
+            case RequestFailed(id=vllm_id, reason=reason):
+                request = self._requests.get(vllm_id)
                 if request is not None:
                     log.error("vLLM refused a request", extra={"request": request.id, "reason": reason})
                     self._finish(request, "error", "internal", f"vLLM refused the request: {reason}")

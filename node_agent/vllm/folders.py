@@ -32,7 +32,7 @@ from node_agent.leases import LoadFailed
 
 THREADS = 4
 CHUNK_BYTES = 4 << 20
-"""Maximum bytes of one read. A more urgent load goes on after it."""
+"""Maximum bytes of one read. A more urgent load continues after it."""
 MAX_CONFIG_BYTES = 1 << 20
 FAILURE_MEMORY_S = 1.0
 """Seconds for which a failed load stays recorded. Requests in this time fail with it; later ones start a new load."""
@@ -164,7 +164,7 @@ class FolderTier:
         if folder is None or folder.abandoned:
             self._number += 1
             folder = Folder(adapter, self._root / str(self._number))
-            folder.priority = self._waiters.most_urgent(adapter.digest) or Priority.REQUEST
+            folder.priority = self._waiters.first_priority(adapter.digest) or Priority.REQUEST
             self._folders[adapter.digest] = folder
             self.threads.add(FetchJob(folder, self._store, self.threads, self._on_change))
         self._folders.move_to_end(adapter.digest)
@@ -215,7 +215,7 @@ class FolderTier:
     # --- inside
 
     def _set_priority(self, digest: str) -> None:
-        folder, waits = self._folders.get(digest), self._waiters.most_urgent(digest)
+        folder, waits = self._folders.get(digest), self._waiters.first_priority(digest)
         if folder is not None and waits is not None and waits != folder.priority:
             folder.priority = waits
             self.threads.wake()
@@ -223,12 +223,12 @@ class FolderTier:
     def _make_room(self, folder: Folder) -> bool:
         """Evicts idle adapters so that the folder fits. Evicts none, and returns False, if that would not suffice."""
         spared = self._spared.get(folder.digest, ()) if folder.priority == Priority.PREDICTED else ()
-        kept = self.pinned
+        pinned = self.pinned
         idle = [
             each
             for each in self._folders.values()
             if each.complete and not each.in_use and not self.waiting(each.digest)
-            if each.digest not in spared and each.digest not in kept
+            if each.digest not in spared and each.digest not in pinned
         ]
         if self.used - sum(each.size for each in idle) + folder.size > self.memory:
             return False
@@ -345,12 +345,12 @@ def _claim_root() -> tuple[Path, int]:
     """Makes a folder in the memory-backed directory, and removes those of processes that have ended. Returns its path
     and the descriptor whose lock marks it as used."""
     shared = Path("/dev/shm")  # noqa: S108 - the folder has mode 0700 and a drawn name
-    for left in shared.glob(f"{PREFIX}*"):
+    for folder in shared.glob(f"{PREFIX}*"):
         with suppress(OSError):
-            fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(fd)
     while True:

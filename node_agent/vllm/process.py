@@ -50,10 +50,10 @@ class Types:
         self._parameters, self._adapter, self._delta = SamplingParams, LoRARequest, RequestOutputKind.DELTA
 
     def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any:
-        made = self._parameters(**arguments, output_kind=self._delta)
+        parameters = self._parameters(**arguments, output_kind=self._delta)
         if bad_words:
-            made._bad_words_token_ids = [list(word) for word in bad_words]  # the public field takes text alone
-        return made
+            parameters._bad_words_token_ids = [list(word) for word in bad_words]  # the public field takes text alone
+        return parameters
 
     def adapter(self, digest: str, number: int, folder: Path) -> Any:
         return self._adapter(digest, number, str(folder))

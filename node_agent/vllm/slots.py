@@ -173,9 +173,9 @@ class SlotStore:
         """Returns those of `digests` that need not be evicted, latest called first, so that one slot can become
         free."""
         idle = {digest for digest, slot in self.device.items() if slot.idle and digest not in self._pinned}
-        wanted = [digest for digest in digests if digest in idle]
-        must_go = 0 if self._free or len(wanted) < len(idle) else 1
-        return frozenset(wanted[: len(wanted) - must_go])
+        requested = [digest for digest in digests if digest in idle]
+        must_go = 0 if self._free or len(requested) < len(idle) else 1
+        return frozenset(requested[: len(requested) - must_go])
 
     # --- for prefetches and operators
 
