@@ -80,8 +80,8 @@ Output = NewTokens | RequestFailed | AdapterLoaded | EngineDied
 
 
 class AbortSent:
-    """Event of node_agent.device_event: it has ended once vLLM has the order to abort a request. Adapters removed from then
-    on are removed after the request."""
+    """Event of node_agent.device_event: it has ended once vLLM has the order to abort a request. Adapters removed from
+    then on are removed after the request."""
 
     def __init__(self) -> None:
         self._sent = threading.Event()
