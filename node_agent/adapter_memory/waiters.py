@@ -41,3 +41,7 @@ class Waiters:
     def awaited(self) -> Iterator[str]:
         """Yields the digests that requests or operators' prefetches wait for. Predicted prefetches are left out."""
         return (digest for digest, counts in self._counts.items() if min(counts) < Priority.PREDICTED)
+
+    def all(self) -> Iterator[str]:
+        """Yields the digests that anybody waits for."""
+        return iter(self._counts)

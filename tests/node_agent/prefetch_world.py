@@ -122,7 +122,7 @@ def world_size(store: AdapterStore, adapter: Adapter) -> int:
 def assert_nothing_held(store: AdapterStore, prefetcher: Prefetcher) -> None:
     hosts = store.hosts
     until(store, lambda: not (hosts._fetching or hosts._measuring or hosts._leaving or store.loads._entries))
-    assert (prefetcher.underway, hosts._waiters, store.leases) == (0, {}, 0)
+    assert (prefetcher.underway, list(hosts._waiters.all()), store.leases) == (0, [], 0)
     assert check_memory(store) == []
     for digest in list(store.device):
         assert store.discard(digest)

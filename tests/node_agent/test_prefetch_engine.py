@@ -132,5 +132,5 @@ def test_tokens_are_those_of_peft_beside_prefetches(
         assert not check(engine, reference, case, engine.outcomes[request].tokens, tally)
     assert tally.mismatches == 0
     step_until(engine, lambda: not engine.engine.store.hosts._fetching and not engine.engine.store.loads._entries)
-    assert engine.engine.store.hosts._waiters == {}
+    assert not list(engine.engine.store.hosts._waiters.all())
     assert check_memory(engine.engine.store) == []

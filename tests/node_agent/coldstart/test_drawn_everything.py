@@ -140,7 +140,7 @@ def assert_empty(engine: LocalEngine) -> None:
         assert time.monotonic() < deadline
     for _ in range(20):
         engine.step()
-    assert (store.hosts._waiters, store.leases, inner.prefetcher.underway) == ({}, 0, 0)
+    assert (list(store.hosts._waiters.all()), store.leases, inner.prefetcher.underway) == ([], 0, 0)
     for digest in list(store.device):
         assert store.discard(digest)
     for host in list(store.hosts.all()):
