@@ -168,7 +168,7 @@ def _refuse_unbuilt(document: Document) -> None:
                 continue
             shown = ", ".join(str(item) for item in served)
             hint = f"only {shown} is served" if served else "leave the key out"
-            raise document.error(path, f"{value!r} is not built yet in this version: {hint}")
+            raise document.error(path, f"{value!r} is not implemented yet in this version: {hint}")
 
 
 def _check_addresses(document: Document, loaded: ServiceFile) -> None:
@@ -305,7 +305,7 @@ def _check_devices(document: Document, node: Node) -> None:
     if node.devices == "all":
         return
     if node.device == "cpu":
-        raise document.error(("node", "devices"), "these are GPUs, and device is cpu: leave the key out")
+        raise document.error(("node", "devices"), "these are GPUs, but device is cpu: remove the key")
     if len(set(node.devices)) < len(node.devices):
         raise document.error(("node", "devices"), "a GPU is named twice: it takes one node")
 
