@@ -168,7 +168,7 @@ def _refuse_unbuilt(document: Document) -> None:
                 continue
             shown = ", ".join(str(item) for item in served)
             hint = f"only {shown} is served" if served else "leave the key out"
-            raise document.error(path, f"{value!r} is not implemented yet in this version: {hint}")
+            raise document.error(path, f"{value!r} is not built yet in this version: {hint}")
 
 
 def _check_addresses(document: Document, loaded: ServiceFile) -> None:

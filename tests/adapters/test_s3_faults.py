@@ -355,7 +355,7 @@ def test_a_large_range_is_of_one_content(proxy: Proxy, store: S3Store, direct: S
     assert proxy.faults[0].times == 0
     assert len(proxy.requests) >= 1 + 3, "in pieces"
     proxy.faults = [Fault("none", match, ALWAYS, meanwhile=lambda: direct.put("big", os.urandom(size)))]
-    with pytest.raises(StoreUnavailable, match="anew too often"):
+    with pytest.raises(StoreUnavailable, match="rewritten too often"):
         reader.get_range("big", 0, size)
     proxy.faults = [Fault("none", match, meanwhile=lambda: direct.delete("big"))]
     with pytest.raises(NotFound):
