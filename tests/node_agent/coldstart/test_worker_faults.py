@@ -252,7 +252,7 @@ def test_all_slots_in_quarantine(case: HostCase) -> None:
             handoff = hand_over(pool, x, 0, 0, "qkv", 4)
             os.kill(pool.pids()[0], signal.SIGKILL)
             assert not handoff.wait(LONG)
-        with pytest.raises(RuntimeError, match="between a successful wait"):
+        with pytest.raises(RuntimeError, match="between a successful `wait`"):
             _ = handoff.outputs
         handoff.close()
         assert counters_of(pool).takeovers == 0
