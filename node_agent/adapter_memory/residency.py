@@ -22,7 +22,7 @@ all."""
 
 
 class InUse(Exception):
-    """Error: the adapter can't be evicted now. The message says why."""
+    """Raised when an adapter can't be evicted now. The message says why."""
 
 
 def adapter_states(store: AdapterStore) -> AdapterStates:
