@@ -79,7 +79,7 @@ def rolled_back(alias: Alias, listed: Collection[str], now: float, keep: int = M
         if change.weights != alias.weights and all(version in listed for version in change.weights):
             back = generation - 1 if change.back is None else change.back
             return Alias(change.weights, alias.generation + 1, now, _remembered(alias, keep), back)
-    raise Conflict("the alias remembers no earlier target that it could return to")
+    raise Conflict("the alias has no earlier target to return to")
 
 
 def history_room(aliases: int) -> int:

@@ -99,7 +99,7 @@ def read_header(store: RangeReader, key: str) -> ArtifactHeader:
     if end > len(data):
         data += store.get_range(key, len(data), end - len(data))
     if hashlib.sha256(data[PREFIX:end]).digest() != data[len(MAGIC) + 8 : PREFIX]:
-        raise CorruptArtifact("its header is not what was written")
+        raise CorruptArtifact("its header differs from what was written")
     try:
         header = msgspec.json.decode(data[PREFIX:end], type=ArtifactHeader)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -112,7 +112,7 @@ def check_layer(header: ArtifactHeader, layer: int, data: bytes | memoryview) ->
     """Raises CorruptArtifact unless `data` is the complete, unchanged block of the layer."""
     block = header.layers[layer]
     if len(data) != block.size or hashlib.sha256(data).hexdigest() != block.sha256:
-        raise CorruptArtifact(f"layer {layer} of {header.digest} is not what was written")
+        raise CorruptArtifact(f"layer {layer} of {header.digest} differs from what was written")
 
 
 def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
@@ -124,11 +124,11 @@ def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
             return "is the artifact of another adapter or base"
         for number, block in enumerate(header.layers):
             if block.size and stored_sha256(store, key, block.offset, block.size) != block.sha256:
-                return f"is not what was written (layer {number})"
+                return f"differs from what was written (layer {number})"
     except NotFound:
         return "is missing"
     except CorruptArtifact as error:
-        return f"is not what was written ({error})"
+        return f"differs from what was written ({error})"
     return ""
 
 

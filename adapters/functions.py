@@ -175,7 +175,7 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
     for field in policy:
         if field not in SUPPORTED_POLICY:
             served = ", ".join(SUPPORTED_POLICY)
-            raise InvalidRequest(f"{within}{field[:100]}", f"this policy field is not served; served are: {served}")
+            raise InvalidRequest(f"{within}{field[:100]}", f"this policy field is unknown; known fields: {served}")
     try:
         stated = msgspec.convert({field: value for field, value in policy.items() if value is not None}, Policy)
     except msgspec.ValidationError as error:
@@ -194,7 +194,7 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
     reserved, maximum = changed.reserved_concurrency, changed.max_concurrency
     if reserved is not None and maximum is not None and reserved > maximum:
         field = f"{within}reserved_concurrency"
-        raise InvalidRequest(field, f"{field}: {reserved} is more than max_concurrency, {maximum}, lets run at once")
+        raise InvalidRequest(field, f"{field}: {reserved} is more than max_concurrency, which is {maximum}")
     return changed
 
 

@@ -38,7 +38,7 @@ class Inspector:
         """Returns the inspection of a config and of the weights file's header. Raises InvalidAdapter (also for
         excessive memory or time), TooLarge or InspectionBusy."""
         if not self._lock.acquire(timeout=WAIT_SECONDS):
-            raise InspectionBusy(f"other adapters were looked at for {WAIT_SECONDS:g} s; try again later")
+            raise InspectionBusy(f"other adapters were inspected for {WAIT_SECONDS:g} s; try again later")
         try:
             answer = self._ask(Job(config, str(weights.absolute()), MATCH_SECONDS))
             if answer.last:
@@ -51,7 +51,7 @@ class Inspector:
             case Oversized(message, limit):
                 raise TooLarge(message, limit)
             case Failed(trace):
-                raise RuntimeError(f"an adapter could not be looked at: {trace}")
+                raise RuntimeError(f"an adapter could not be inspected: {trace}")
             case inspection:
                 return inspection
 
@@ -64,7 +64,7 @@ class Inspector:
             return msgspec.msgpack.decode(self.helper.ask(job, ANSWER_SECONDS), type=Answer)
         except TimeoutError:
             raise InspectionBusy(
-                f"this host is too busy to look at an adapter within {ANSWER_SECONDS:g} s; try again later"
+                f"this host is too busy to inspect an adapter within {ANSWER_SECONDS:g} s; try again later"
             ) from None
         except HelperEnded as ended:
             raise _why(ended.code) from None

@@ -55,7 +55,7 @@ def operator_key(text: str) -> tuple[Principal, KeyRecord]:
     owner = parse_key(text)
     if owner is None:
         form = "gak_ID_SECRET for an admin, gsk_TENANT_ID_SECRET for a tenant; ID: 12, SECRET: 64 hexadecimal digits"
-        raise InvalidRequest("key", f"not a key: it has the form {form}")
+        raise InvalidRequest("key", f"not a key: a key has the form {form}")
     return owner, KeyRecord(key_id=owner.key_id, sha256=_hash(text), created=time.time(), made_by="operator")
 
 

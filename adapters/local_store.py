@@ -55,7 +55,7 @@ class LocalStore:
                 fd = os.open(self._locks / "clock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 if is_full(error):
-                    return time.time()  # nothing can be stored with this time, but gateways start and serve
+                    return time.time()  # no write can use this time, but gateways start and serve
                 raise
             try:
                 os.utime(fd)  # the file system's host sets the time
@@ -118,7 +118,7 @@ class LocalStore:
             except NotFound:
                 raise PreconditionFailed(f"{key} does not exist any more") from None
             if hashlib.sha256(current).hexdigest() != etag:
-                raise PreconditionFailed(f"{key} was changed by someone else")
+                raise PreconditionFailed(f"{key} was changed by another writer")
             os.replace(temporary, path)
             _sync_directory(path.parent)
         return new_etag
@@ -253,7 +253,7 @@ class LocalStore:
         """Raises StoreUnavailable when the root of the store is missing, for instance unmounted. It must not look like
         a missing object."""
         if not self._tmp.is_dir():
-            raise StoreUnavailable(f"the registry's directory is gone or is no registry: {self._tmp.name} is missing")
+            raise StoreUnavailable(f"the registry's directory lacks {self._tmp.name}: it is missing, or not a registry")
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
         """Yields the keys in `folder` that start with `prefix` and are greater than `after`. Skips folders that can't

@@ -128,7 +128,7 @@ class S3Calls:
                 pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
                 if attempt == self.limits.attempts or time.monotonic() + pause > deadline:
                     raise StoreUnavailable(
-                        f"bucket {self.bucket} did not answer as it should in {attempt} attempts; "
+                        f"bucket {self.bucket} gave no valid answer in {attempt} attempts; "
                         f"the last one: {describe(error)}"
                     ) from error
             time.sleep(pause)
@@ -215,7 +215,7 @@ def read_body(reply: Any, target: memoryview, deadline: float, arrived: Arrived 
     filled = 0
     with reply["Body"] as raw:  # a fully read body has already returned its connection to the pool
         if reply["ContentLength"] != len(target):
-            raise Interrupted(f"{reply['ContentLength']} bytes came instead of {len(target)}")
+            raise Interrupted(f"{reply['ContentLength']} bytes arrived instead of {len(target)}")
         while filled < len(target):
             data = raw.read1(min(READ_BYTES, len(target) - filled))
             if not data:
@@ -225,4 +225,4 @@ def read_body(reply: Any, target: memoryview, deadline: float, arrived: Arrived 
             if arrived is not None:
                 arrived(filled)
             if filled < len(target) and time.monotonic() > deadline:
-                raise Interrupted(f"{filled} of {len(target)} bytes came in time")
+                raise Interrupted(f"{filled} of {len(target)} bytes arrived in time")

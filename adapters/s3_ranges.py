@@ -60,7 +60,7 @@ def read_range(
         if rest and arrived is not None:
             arrived(needed)
         return needed
-    raise StoreUnavailable("an object is written anew too often to be read")
+    raise StoreUnavailable("an object is rewritten too often to be read")
 
 
 def read_piece(
@@ -92,8 +92,8 @@ def _checked(reply: Any, start: int, length: int) -> Piece:
     requested range."""
     match = _CONTENT_RANGE.fullmatch(reply.get("ContentRange", ""))
     if match is None:
-        raise Interrupted("the answer to a ranged read says no range")
+        raise Interrupted("the answer to a ranged read has no range")
     first, last, total = map(int, match.groups())
     if first != start or last + 1 != min(start + length, total):
-        raise Interrupted(f"bytes {first} to {last} of {total} came instead of {length} from {start}")
+        raise Interrupted(f"bytes {first} to {last} of {total} arrived instead of {length} from {start}")
     return Piece(last + 1 - first, total, reply["ETag"])

@@ -59,7 +59,7 @@ def await_removals(store: ObjectStore, keys: Collection[str]) -> None:
         if not live:
             return
         if time.monotonic() > until:
-            raise StoreUnavailable("what was written is being removed again and again")
+            raise StoreUnavailable("the written objects are removed again and again")
         time.sleep(POLL_SECONDS)
 
 

@@ -105,7 +105,7 @@ class S3Store:
         return self._write(key, data, {"IfNoneMatch": "*"}, exists)
 
     def put_if_match(self, key: str, data: bytes, etag: str) -> str:
-        changed = PreconditionFailed(f"{key} was changed by someone else, or does not exist any more")
+        changed = PreconditionFailed(f"{key} was changed by another writer, or does not exist any more")
         self.target(key)
         if not _ETAG.fullmatch(etag):
             raise changed
@@ -183,9 +183,9 @@ class S3Store:
             if reply is not None and reply["Metadata"].get(WRITE_ID) == write_id:
                 return str(reply["ETag"]).strip('"')
             if refused.code == "NoSuchUpload":
-                raise StoreUnavailable(f"the upload of {key} was ended by someone else") from refused
+                raise StoreUnavailable(f"the upload of {key} was ended by another client") from refused
             if refused.doubt:  # this write may have succeeded, and been replaced since
-                raise StoreUnavailable(f"whether {key} was written is not known: a reply of S3 was lost") from refused
+                raise StoreUnavailable(f"it is unknown whether {key} was written: a reply of S3 was lost") from refused
             raise lost from None
 
     def _put(self, target: dict[str, str], body: Any, metadata: dict[str, str], condition: dict[str, str]) -> str:

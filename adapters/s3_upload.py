@@ -105,7 +105,7 @@ def _abort(calls: S3Calls, target: dict[str, str]) -> None:
     except Refused:
         pass  # the upload has already ended
     except StoreUnavailable as error:
-        log.warning("parts of an upload may be left", extra={"object": target["Key"], "problem": str(error)})
+        log.warning("parts of an upload may remain", extra={"object": target["Key"], "problem": str(error)})
 
 
 def gather(pool: Executor, works: Sequence[Callable[[], Any]]) -> list[Any]:

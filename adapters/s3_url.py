@@ -33,9 +33,9 @@ def parse_s3_url(url: str) -> S3Place:
             "registry", "an s3:// address holds no credentials; they come from a profile or the environment"
         )
     if not _BUCKET.fullmatch(bucket):
-        raise InvalidRequest("registry", f"{bucket[:200]!r} in {url[:200]!r} is no name of an S3 bucket")
+        raise InvalidRequest("registry", f"{bucket[:200]!r} in {url[:200]!r} is not the name of an S3 bucket")
     if bucket.endswith("--x-s3"):
-        raise InvalidRequest("registry", f"{bucket} is a directory bucket, and those do not list keys in order")
+        raise InvalidRequest("registry", f"{bucket} is a directory bucket, which does not list keys in order")
     if prefix and (len(prefix) > MAX_PREFIX or not is_key(prefix)):
         raise InvalidRequest(
             "registry",

@@ -105,7 +105,7 @@ class _Copy:
             problems = {
                 404: f"there is no {name} in the source, or it is not shown to this service",
                 403: f"this service may not read {name} in the source",
-                412: f"{name} was written anew while it was copied",
+                412: f"{name} was rewritten while it was copied",
                 416: f"{name} in the source is empty",
             }
             problem = problems.get(refused.status)

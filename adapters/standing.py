@@ -140,7 +140,7 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
         if find_record(store, tenant_key(tenant), Tenant) is not None:
             update_marked(store, tenant_key(tenant), Tenant, reserved)
     except (StoreUnavailable, CorruptRecord) as error:
-        log.warning("what stands of a policy is not noted yet", extra={"function": owner, "why": str(error)})
+        log.warning("the standing part of a policy is not recorded yet", extra={"function": owner, "why": str(error)})
 
 
 def read_standing(store: ObjectStore) -> Standing:
@@ -271,9 +271,9 @@ def _claimed(current: Tenant | None, tenant: str, name: str, places: int) -> Ten
     changed = _with_reserved(current, name, places)
     limit, total = current.limits.concurrent, sum(changed.reserved.values())
     if limit is not None and total > limit:
-        raise Conflict(f"reserved_concurrency: {total} in all, and the tenant may have {limit} generations at once")
+        raise Conflict(f"reserved_concurrency: {total} in total, but the tenant may have {limit} generations at once")
     if len(changed.reserved) > MAX_RESERVED:
-        raise Conflict(f"reserved_concurrency: {MAX_RESERVED} functions of a tenant have some already")
+        raise Conflict(f"reserved_concurrency: {MAX_RESERVED} functions of the tenant have reservations already")
     return changed
 
 

@@ -329,7 +329,7 @@ def _live(record: Tenant | None, tenant: str, create: bool) -> Tenant:
     if not create:
         raise unknown(tenant)
     if record is not None and not record.removed:
-        raise Conflict(f"the deletion of tenant {tenant} has not ended; delete it again, then make it")
+        raise Conflict(f"the deletion of tenant {tenant} is unfinished: delete it again, then create it")
     return Tenant(id=tenant)
 
 

@@ -93,6 +93,6 @@ def _blob_problem(store: ObjectStore, sha256: str) -> str:
     if info is None:
         return "is missing"
     try:
-        return "" if stored_sha256(store, info.key, 0, info.size) == sha256 else "is not what was written"
+        return "" if stored_sha256(store, info.key, 0, info.size) == sha256 else "differs from what was written"
     except NotFound:
         return "is missing"

@@ -84,7 +84,7 @@ class VersionFiles:
                 return manifest
             if key in missing:
                 manifest = None
-        raise StoreUnavailable("what a deploy stores is removed again and again by garbage collections")
+        raise StoreUnavailable("garbage collections remove the files of this deploy again and again")
 
     def _put_manifest(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:
         """Takes the next free version number by writing its manifest, and returns the manifest. Numbers of orphans are

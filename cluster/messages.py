@@ -250,7 +250,7 @@ class VersionMismatch(ValueError):
 def check_version(v: int) -> None:
     """Raises VersionMismatch unless `v` is PROTOCOL_VERSION."""
     if v != PROTOCOL_VERSION:
-        raise VersionMismatch(f"message version {v} is not served; served: {PROTOCOL_VERSION}")
+        raise VersionMismatch(f"message version {v} is not supported; supported: {PROTOCOL_VERSION}")
 
 
 _event_encoder = msgspec.msgpack.Encoder()

@@ -74,7 +74,7 @@ def read_performance(file: Path, key: ModelKey | None) -> PerformanceProfile:
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadPerformanceFile(f"{file}: {error}; {AGAIN}") from None
     if profile.version != MODEL_VERSION:
-        raise BadPerformanceFile(f"{file}: of version {profile.version}, here is {MODEL_VERSION}; {AGAIN}")
+        raise BadPerformanceFile(f"{file}: version {profile.version}, but this release uses {MODEL_VERSION}; {AGAIN}")
     if key is not None and profile.key != key:
         raise BadPerformanceFile(f"{file}: measured on {_differences(profile.key, key)}; {AGAIN}")
     problem = problem_of(profile.model) or _poor(profile)

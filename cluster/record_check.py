@@ -60,7 +60,7 @@ def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> N
     for owner, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
-            raise BadRecord(f"{owner}tightest_tpot: {tpot} is no time")
+            raise BadRecord(f"{owner}tightest_tpot: {tpot} is not a time")
     if not (news.changes.since == FULL_REPORT or 0 <= news.changes.since <= news.changes.at) or news.changes.at > MOST:
         raise BadRecord(f"changes: {news.changes.at} can't come after {news.changes.since}")
     if facts is not None:

@@ -191,7 +191,7 @@ class RedisLink:
         MAX_ASKED commands are still unanswered."""
         if len(self._in_flight) >= MAX_ASKED:
             command.close()  # type: ignore[attr-defined]  # redis-py's are coroutines
-            raise RedisAway(f"Redis at {self._shown} does not keep up: {MAX_ASKED} answers are still to come")
+            raise RedisAway(f"Redis at {self._shown} does not keep up: {MAX_ASKED} answers are pending")
         task, link = asyncio.ensure_future(command), self._lost
         self._in_flight.add(task)
         task.add_done_callback(self._answered)
@@ -222,7 +222,7 @@ class RedisLink:
             self.away_since = self.clock()
             self._fewer_since = None
             self._up.clear()
-            log.error("Redis is away: going on from the last snapshot", extra={"redis": self._shown, "why": str(error)})
+            log.error("Redis is away: the last snapshot is used", extra={"redis": self._shown, "why": str(error)})
         for task in self._in_flight:
             task.cancel()
         self._break(RedisAway(f"Redis at {self._shown} is away"))
@@ -250,7 +250,7 @@ class RedisLink:
             except (RedisAway, *LOST) as error:
                 self._lose(error)
             except Exception as error:  # a worker must not continue without messages and heartbeats
-                log.exception("what came from Redis can't be used", extra={"redis": self._shown})
+                log.exception("a message of Redis can't be used", extra={"redis": self._shown})
                 self._lose(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -283,7 +283,7 @@ class RedisLink:
             self._paused += self._pausing()
             self.away_since = None
             self._up.set()
-            log.info("Redis is there", extra={"redis": self._shown})
+            log.info("Redis is back", extra={"redis": self._shown})
 
     async def _serve(self, messages: PubSub) -> None:
         """Sends heartbeats and handles messages until the link is lost. Raises the reason for the loss."""

@@ -262,7 +262,7 @@ class RedisClusterState(ClusterState):
         """Applies a report that Redis has accepted to the book. A full book first drops the node that was seen longest
         ago, which Redis has forgotten already. Raises OutOfStep."""
         if self._book.needs_full_report(news):
-            raise OutOfStep(f"of node {news.heartbeat.id} something was missed")
+            raise OutOfStep(f"a change of node {news.heartbeat.id} was missed")
         if self._book.record(news.heartbeat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
             self._book.remove(min(self._book.ids(), key=self._book.last_seen))
         self._book.put(news, last_seen)

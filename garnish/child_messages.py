@@ -44,7 +44,7 @@ def _lines(fd: int, doing: str, patience: float) -> Iterator[bytes]:
     partial_line = b""
     while True:
         if not select.select([fd], [], [], patience)[0]:
-            raise FrontDoorError(f"{doing} said nothing for {patience:g} s and was ended")
+            raise FrontDoorError(f"{doing} wrote nothing for {patience:g} s and was ended")
         chunk = os.read(fd, 1 << 16)
         if not chunk:
             return

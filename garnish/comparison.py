@@ -306,7 +306,7 @@ def ask_peft(
             if len(answers) < len(job.prompts):
                 step(f"asking PEFT: prompt {len(answers) + 1} of {len(job.prompts)}")
     if loaded is None or len(answers) < len(job.prompts):
-        raise FrontDoorError("PEFT's process ended before it was done; its log is above")
+        raise FrontDoorError("PEFT's process ended too early; its log is above")
     return loaded, answers
 
 
@@ -340,7 +340,7 @@ def named_folder(folder: Path, version: VersionReply) -> Iterator[Path]:
     if hashes != (version.config_sha256, version.weights_sha256):
         changed_file = CONFIG_FILE if hashes[1] == version.weights_sha256 else WEIGHTS_FILE
         name = f"{version.function}:{version.version}"
-        raise FrontDoorError(f"{folder} is not what {name} was deployed with: another {changed_file}")
+        raise FrontDoorError(f"{folder} differs from what {name} was deployed with: another {changed_file}")
     yield folder
 
 

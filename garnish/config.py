@@ -305,7 +305,7 @@ def _check_devices(document: Document, node: Node) -> None:
     if node.devices == "all":
         return
     if node.device == "cpu":
-        raise document.error(("node", "devices"), "these are GPUs, and device is cpu: leave the key out")
+        raise document.error(("node", "devices"), "these are GPUs, but device is cpu: remove the key")
     if len(set(node.devices)) < len(node.devices):
         raise document.error(("node", "devices"), "a GPU is named twice: it takes one node")
 

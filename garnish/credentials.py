@@ -50,7 +50,9 @@ def read_credentials(file: Path) -> Credentials | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise StartError(f"{file}: not readable credentials ({error}); delete the file to have new keys made") from None
+        raise StartError(
+            f"{file}: not readable credentials ({error}); delete the file to have new keys created"
+        ) from None
 
 
 def write_credentials(file: Path, credentials: Credentials) -> None:

@@ -137,7 +137,7 @@ def fetch(place: HubPlace) -> Fetched:
     except HfHubHTTPError as error:
         raise Refused(_status_problem(error, place)) from None
     except HFValidationError:
-        raise Refused(f"{place.repository} is no name that the Hub allows: check it") from None
+        raise Refused(f"{place.repository} is not a valid name on the Hub: check it") from None
     except Exception as error:  # the HTTP library may raise anything: the Hub was not reached
         return _cached(place, type(error).__name__)
     prefix = f"{place.folder}/" if place.folder else ""
@@ -156,7 +156,7 @@ def fetch(place: HubPlace) -> Fetched:
     except HfHubHTTPError as error:
         raise Refused(_status_problem(error, place)) from None
     except LocalEntryNotFoundError:
-        raise Refused("the Hugging Face Hub was not reached any more while it was fetched; try again") from None
+        raise Refused("the connection to the Hugging Face Hub was lost during the download; try again") from None
     except OSError:
         raise
     except Exception as error:  # the HTTP library may raise anything

@@ -103,7 +103,7 @@ class Provision:
         applied = outputs(values, "pools") or {}
         for pool in self.stack.local_pools:
             if pool.name not in applied:
-                raise InfraError(f"node_pools.{pool.name} was not made yet: run `garnish infra plan` and `apply`")
+                raise InfraError(f"node_pools.{pool.name} does not exist yet: run `garnish infra plan` and `apply`")
         changes = self.workspace.plan_sizes(self.stack, self._dead(local_nodes(values)))
         unrelated = [change for change in changes if not _of_size(change)]
         if unrelated:
@@ -230,7 +230,7 @@ class Provision:
         except GarnishError as error:
             if not force:
                 raise FrontDoorError(
-                    f"the nodes can't be drained, for the gateway does not answer as it should ({error}); "
+                    f"the nodes can't be drained, since the gateway gives no valid answer ({error}); "
                     "nothing was destroyed. --force destroys without it"
                 ) from error
             report(f"not drained: {error}")

@@ -65,7 +65,7 @@ def resolve_base(service: ServiceFile) -> Base:
     if (directory / "config.json").is_file():
         return Base(directory, directory.resolve().name)
     if directory.exists():
-        raise StartError(f"base_model: {directory} holds no config.json, so it is no Hugging Face model directory")
+        raise StartError(f"base_model: {directory} has no config.json, so it is not a Hugging Face model directory")
     if not _HUB_ID.fullmatch(written) or written.startswith("models/"):
         raise StartError(
             f"base_model: there is no directory {directory}; run `make demo-model` to make the demo model, "

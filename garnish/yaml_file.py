@@ -108,7 +108,7 @@ class _Reader:
                 raise self._error(key_node, path, "expected a plain word as key")
             key = str(key_node.value)
             if key in mapping:
-                raise self._error(key_node, (*path, key), "the key stands here twice")
+                raise self._error(key_node, (*path, key), "the key occurs twice")
             self.lines[(*path, key)] = key_node.start_mark.line + 1
             mapping[key] = self.value(value_node, (*path, key))
         return mapping

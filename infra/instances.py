@@ -119,8 +119,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
     wrong = [name for name, value in fields.items() if not isinstance(value, int) or value <= 0]
     if wrong:
         raise InfraError(
-            f"base_model: what a node needs can't be told from its config.json: expected whole numbers above 0, as a "
-            f"Llama-like model has them, for {', '.join(wrong)}"
+            f"base_model: what a node needs can't be determined from its config.json: expected whole numbers above 0, "
+            f"as a Llama-like model has them, for {', '.join(wrong)}"
         )
 
 

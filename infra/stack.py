@@ -149,6 +149,6 @@ def _check_pool(pool: Pool) -> None:
     if pool.backend == "aws" and pool.instance_type is None:
         raise InfraError(f"{where}: the backend aws needs an instance_type")
     if pool.backend == "local" and pool.instance_type is not None:
-        raise InfraError(f"{where}: the backend local has this host alone, and takes no instance_type")
+        raise InfraError(f"{where}: the backend local uses this host alone, and takes no instance_type")
     if pool.backend == "local" and pool.max > MAX_LOCAL_NODES:
         raise InfraError(f"{where}: the backend local has at most {MAX_LOCAL_NODES} nodes, found max {pool.max}")

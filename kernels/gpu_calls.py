@@ -54,7 +54,7 @@ def check_decode(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tens
 
 def check_prefill(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tensor) -> None:
     if rows.query_start is None:
-        raise KernelArgumentError("query_start must say which tokens are whose")
+        raise KernelArgumentError("query_start must say which tokens belong to which row")
     check_tensor("query_start", rows.query_start, torch.int32, (rows.context_len.shape[0] + 1,), q.device)
     _check_attention(q, cache, rows, out)
 

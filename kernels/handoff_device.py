@@ -74,7 +74,7 @@ def compile_cubin(capability: tuple[int, int]) -> bytes:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise CompileError(f"cuda.bindings, which torch's CUDA builds bring, can't be imported: {error}") from error
+        raise CompileError(f"cuda.bindings, which torch's CUDA builds include, can't be imported: {error}") from error
     source, header = ((files(__package__) / name).read_bytes() for name in (SOURCE, HEADER))
     try:
         program = _checked(nvrtc.nvrtcCreateProgram(source, SOURCE.encode(), 1, [header], [HEADER.encode()]))
@@ -141,5 +141,5 @@ def _checked(result: tuple[Any, ...]) -> Any:
     """
     status, *values = result
     if int(status):
-        raise RuntimeError(f"CUDA says {status!r}")
+        raise RuntimeError(f"CUDA reports {status!r}")
     return values[0] if values else None

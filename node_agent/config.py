@@ -16,7 +16,7 @@ RUNNERS = {
 
 CPU_ADAPTER_MEMORY = 256 << 20
 GPU_ADAPTER_PART = 10
-"""Divisor: adapters get 1/n of a GPU's memory by default."""
+"""Divisor for the default size of adapter memory: a GPU's memory divided by this number."""
 
 
 def default_adapter_memory(gpu_memory: int | None) -> int:

@@ -16,7 +16,7 @@ MAX_UNSENT = 64 << 20
 
 
 class Disconnected(Exception):
-    """Error: the API process is gone or does not read."""
+    """Raised when the API process is gone or does not read its messages."""
 
 
 class Channel:
@@ -48,7 +48,7 @@ class Channel:
             except OSError as error:
                 raise Disconnected(str(error)) from error
             if not chunk:
-                raise Disconnected("the API process hung up")
+                raise Disconnected("the API process closed the connection")
             try:
                 for body in self._frames.feed(chunk):
                     commands += command_decoder.decode(body)
@@ -68,7 +68,7 @@ class Channel:
                 raise Disconnected(str(error)) from error
             del self._unsent[:sent]
         if len(self._unsent) > MAX_UNSENT:
-            raise Disconnected("the API process does not read")
+            raise Disconnected("the API process does not read its messages")
 
     def close(self) -> None:
         self.socket.close()

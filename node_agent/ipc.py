@@ -30,7 +30,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class ListAdapters(msgspec.Struct, frozen=True, tag="list_adapters"):
-    """Question for the states of all adapters. As for the two questions below, an Answer with the same `id` follows."""
+    """Question for the states of all adapters. An Answer with the same `id` follows, as for the next two messages."""
 
     id: str
 
@@ -53,8 +53,8 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
 
 
 class PrefetchHints(msgspec.Struct, frozen=True, tag="want"):
-    """Adapters to prefetch while no other load is pending. The hints are valid until the connection ends. Not
-    answered."""
+    """Adapters to prefetch while no other load is pending. The hints are valid until the connection ends. There is no
+    answer to them."""
 
     residency: WantedResidency
 

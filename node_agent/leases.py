@@ -49,4 +49,4 @@ class LayerState:
 
 
 class InUse(Exception):
-    """Error: the adapter can't be evicted now. The message says why."""
+    """Raised when an adapter can't be evicted now. The message says why."""

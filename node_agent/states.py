@@ -112,7 +112,7 @@ REQUEST_TRANSITIONS = {
 
 
 class IllegalTransition(RuntimeError):
-    """Error: the new state does not follow the current one."""
+    """Raised when the new state may not follow the current one."""
 
 
 def check_transition(before: Enum, after: Enum, legal: Container[tuple[Enum, Enum]]) -> None:

@@ -166,7 +166,7 @@ class Child:
         silent = watch.silence(now, process.pid)
         if silent >= LONGEST_SILENCE_S:
             extra = {"child": self.name, "pid": process.pid, "silent": round(silent, 1)}
-            log.error("child stands still and is killed", extra=extra)
+            log.error("child hangs and is killed", extra=extra)
             process.kill()
         return watch.interval
 

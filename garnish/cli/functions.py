@@ -250,8 +250,8 @@ def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
         return name, version
     if not (suffix.isascii() and suffix.isdecimal() and int(suffix)) or version is not None:
         raise typer.BadParameter(
-            f"{suffix!r} is no version: `garnish delete {name}:1` deletes version 1, `garnish delete {name}` deletes "
-            "all of them; an alias stays as long as its function (garnish alias points it elsewhere)"
+            f"{suffix!r} is not a version: `garnish delete {name}:1` deletes version 1, `garnish delete {name}` "
+            "deletes all of them; an alias stays as long as its function (garnish alias points it elsewhere)"
         )
     return name, int(suffix)
 

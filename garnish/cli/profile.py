@@ -99,7 +99,7 @@ def run_measurement(
             else:
                 message.pop("type", None)
                 return dict(message)
-    raise FrontDoorError("the measuring process ended before it was done; its log is above")
+    raise FrontDoorError("the measuring process ended too early; its log is above")
 
 
 def show(measured: dict[str, Any], file: Path, screen: Any) -> None:

@@ -101,7 +101,7 @@ class AwsDriver:
         owner = _owner(groups[0], self._service, pool)
         if owner != (self._service, pool):
             raise InfraError(
-                f"node_pools.{pool}: the autoscaling group {name} is that of the pool {owner[1]} of the service "
+                f"node_pools.{pool}: the autoscaling group {name} belongs to the pool {owner[1]} of the service "
                 f"{owner[0]}"
             )
         return groups[0]

@@ -100,7 +100,7 @@ class LocalDriver:
         counts = self._host.open_requests()
         busy = [node for node in sorted(nodes) if counts.get(node) and now - self._drained_at[node] < DRAIN_SECONDS]
         if busy:
-            raise Deferred(f"requests are open on {', '.join(busy)}, which will go")
+            raise Deferred(f"requests are open on {', '.join(busy)}, which will be removed")
 
     def _undrain(self, nodes: Collection[str]) -> None:
         for node in sorted(nodes):

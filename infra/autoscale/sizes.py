@@ -37,8 +37,8 @@ def read_sizes(directory: Path) -> dict[str, SetSize]:
         return {}
     except (OSError, msgspec.DecodeError) as error:
         raise InfraError(
-            f"{file} can't be read ({error}): it holds the sizes that the autoscaler has set; mend it, or delete it to "
-            "return to `desired` of serverless.yml"
+            f"{file} can't be read ({error}): it holds the sizes that the autoscaler has set; repair it, or delete it "
+            "to return to `desired` of serverless.yml"
         ) from error
 
 

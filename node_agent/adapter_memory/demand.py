@@ -12,11 +12,12 @@ LONG_S = 3600.0
 """Time constants, in seconds, of two exponentially decaying counts of calls: RECENT_S is for recency, LONG_S for
 frequency. Like FORECAST_WEIGHT, they were tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
 FORECAST_S = 30.0
-"""Seconds ahead for which `expect` is given the probabilities of a call."""
+"""Period in seconds, from now on, to which the probabilities of a call in `expect` refer."""
 FORECAST_WEIGHT = 1 / 3
 """Weight, 0 to 1, of a forecast rate if there is one. The rates by recency and by frequency share the rest."""
 RARELY, SURELY = 0.001, 0.99
-"""Bounds of forecast probabilities, 0 to 1: a lower one means at most RARELY, a higher one at least SURELY."""
+"""Bounds within which a forecast probability, 0 to 1, is taken literally. A lower one only says "at most RARELY", a
+higher one "at least SURELY"."""
 MAX_REMEMBERED = 8192
 """Maximum adapters whose calls are remembered; the least recently called are dropped."""
 _DECAY = (1 / RECENT_S + 1 / LONG_S) / 2

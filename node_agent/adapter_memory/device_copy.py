@@ -30,7 +30,7 @@ from node_agent.leases import LayerState, LoadFailed
 from node_agent.states import DeviceState
 
 AHEAD = 2
-"""Number of portions of a load that may be enqueued behind the one that is being transferred.
+"""Number of portions of a load that may be enqueued after the one that is being transferred.
 
 It is small, because a pass whose stream waits for a portion also waits for the earlier portions of all loads.
 """
@@ -72,7 +72,7 @@ class DeviceCopy:
         if self.target.data.is_cuda:  # a separate stream, so that copies overlap with the engine's work
             states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
-    # --- a Job: under the threads' lock
+    # --- methods of a Job, called under the threads' lock
 
     def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         if self._running or self.over:

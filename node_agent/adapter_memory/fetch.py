@@ -89,7 +89,7 @@ class Fetch:
         self._writer_lock = threading.Lock()
         host.here = bytearray(not block.size for block in host.header.layers)
 
-    # --- a Job: under the threads' lock
+    # --- methods of a Job, called under the threads' lock
 
     def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         if self.over:

@@ -226,7 +226,7 @@ class HostTier:
         if priority is None or priority == host.priority:
             return
         if priority == Priority.REQUEST and not host.complete:
-            host.began = time.monotonic()  # a request takes over the prefetch: count from here
+            host.began = time.monotonic()  # a request takes over the prefetch: its load time counts from now on
         host.priority = priority
         self.loader.wake()
 

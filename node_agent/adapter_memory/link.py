@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class LinkClosed(RuntimeError):
-    """Error: the transfer will never arrive, since its flow or the link was closed."""
+    """Raised when a transfer will never arrive, since its flow or the link was closed."""
 
 
 @dataclass(order=True)

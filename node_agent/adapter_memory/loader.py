@@ -102,7 +102,7 @@ class Loader:
         job = Fetch(host, self)
         with (
             self.fetching.changed
-        ):  # under one lock: no less urgent load slips in between, or waits for a load that has gone
+        ):  # under one lock, so that no less urgent load starts in between, or waits for a load that was removed
             host.change_state(HostState.FETCHING)
             job.settle()
             self.fetching.add(job)

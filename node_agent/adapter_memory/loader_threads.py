@@ -85,7 +85,7 @@ class LoaderThreads:
         for thread in self._threads if wait else ():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                raise RuntimeError(f"{thread.name} still works {CLOSE_SECONDS:.0f} s after it was told to end")
+                raise RuntimeError(f"{thread.name} still runs {CLOSE_SECONDS:.0f} s after the loader was closed")
 
     def _call_one(self) -> None:
         """Wakes an idle thread, or starts a thread. The caller holds the lock. One is enough: a thread that finds work
@@ -121,7 +121,7 @@ class LoaderThreads:
 
     def _take(self) -> Callable[[], None] | None:
         """Returns the next piece of work; None if no job has any. The most urgent jobs go first, and among them those
-        whose load is `leased`. The chosen job goes behind the others of its priority."""
+        whose load is `leased`. The chosen job is moved after the others of its priority."""
         work, count = None, -1
         while work is None and count != len(
             self._jobs

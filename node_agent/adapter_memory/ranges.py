@@ -82,7 +82,7 @@ class FirstBytes:
             with self._changed:
                 ended = self._rest is None or self._rest.done()
                 if count == self._count and not ended and not self._changed.wait(LONGEST_SILENCE_S):
-                    raise StoreUnavailable(f"no byte behind an artifact's header came for {LONGEST_SILENCE_S:g} s")
+                    raise StoreUnavailable(f"no byte after an artifact's header arrived for {LONGEST_SILENCE_S:g} s")
                 more, count = self._count > count, self._count
             if more:
                 arrived(count)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class LinkDown(Exception):
-    """Error: no engine is connected, or it does not read its commands."""
+    """Raised when no engine is connected, or when it does not read its commands."""
 
 
 class EngineListener(Protocol):
@@ -91,14 +91,14 @@ class EngineLink:
         except (FrameError, msgspec.DecodeError, UnexpectedMessage) as error:
             reason = f"the engine broke the protocol: {error}"
         except TimeoutError:
-            reason = f"the engine said nothing for {self._silence_limit:g} s"
+            reason = f"the engine sent nothing for {self._silence_limit:g} s"
         except OSError as error:
             reason = f"the connection to the engine broke: {error}"
         except asyncio.CancelledError:
             reason = "the connection to the engine was replaced or closed"
         except Exception:
-            log.exception("an engine's message could not be handled")
-            reason = "an engine's message could not be handled"
+            log.exception("an engine's message can't be processed")
+            reason = "an engine's message can't be processed"
         finally:
             writer.close()
             self._conversations.discard(task)
@@ -107,7 +107,7 @@ class EngineLink:
             log.log(logging.INFO if self._stopped else logging.WARNING, "engine gone", extra={"reason": reason})
             self._listener.engine_gone(reason)
         else:
-            log.warning("connection without engine", extra={"reason": reason})
+            log.warning("a connection ended before its engine was ready", extra={"reason": reason})
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         """Passes on the engine's messages until it disconnects. Returns the reason."""
@@ -140,4 +140,4 @@ class EngineLink:
 
 
 class UnexpectedMessage(ValueError):
-    """Error: a message that is not allowed at this point."""
+    """Raised for a message that is not allowed at this point."""

@@ -56,15 +56,15 @@ class Publisher:
                     problem = f"the gateway answered {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
-        self._heard_of(problem)
+        self._log_changes(problem)
 
-    def _heard_of(self, problem: str | None) -> None:
+    def _log_changes(self, problem: str | None) -> None:
         """Logs when the gateway starts or stops accepting reports, but not each attempt. `problem`: reason of a failed
         attempt; None: success."""
         is_accepted = problem is None
         if is_accepted != self._is_accepted:
             self._is_accepted = is_accepted
             if is_accepted:
-                log.info("gateway hears us", extra={"url": self._url})
+                log.info("gateway accepts reports", extra={"url": self._url})
             else:
-                log.warning("gateway does not hear us", extra={"url": self._url, "reason": problem})
+                log.warning("gateway does not accept reports", extra={"url": self._url, "reason": problem})

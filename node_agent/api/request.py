@@ -61,7 +61,7 @@ async def read_body(request: Request, limit: int, seconds: float = BODY_SECONDS)
     except TimeoutError as error:
         raise ServiceError("invalid_request", f"the body did not arrive within {seconds:g} s") from error
     except ClientDisconnect as error:
-        raise ServiceError("cancelled", "the caller went before the body was complete") from error
+        raise ServiceError("cancelled", "the caller disconnected before the body was complete") from error
     return bytes(body)
 
 

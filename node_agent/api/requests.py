@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 class Ended(ServiceError):
-    """Error: the engine will send nothing more about this request."""
+    """Raised when the engine will send nothing more about this request."""
 
 
 class InFlight:
@@ -138,7 +138,7 @@ class RequestRegistry:
         self._log = ResidencyLog()
         self._stats = NO_STATS
         self._error = "the engine is starting"
-        self._stands_still = ""
+        self._hang = ""
         """error text for a connected engine whose heartbeat has stopped; else empty"""
         self._link: EngineLink | None = None
         self._questions = Questions()
@@ -186,7 +186,7 @@ class RequestRegistry:
         if self.state == "draining":
             why = f": {fault}" if (fault := self._gpu.fault) else ""
             raise ServiceError("unavailable", f"this node is draining{why}", retry_after=RETRY_AFTER)
-        if self.ready is None or self._stands_still:
+        if self.ready is None or self._hang:
             raise ServiceError("unavailable", f"this node is not ready: {self.error}", retry_after=RETRY_AFTER)
         if request.base != self.ready.base:
             raise ServiceError("unavailable", "this node serves another base model", retry_after=RETRY_AFTER)
@@ -237,7 +237,7 @@ class RequestRegistry:
 
     def engine_ready(self, ready: Ready) -> None:
         self.ready = ready
-        self._error = self._stands_still = ""
+        self._error = self._hang = ""
         clear_exit(self._run_dir)
 
     def engine_events(self, events: list[EngineEvent]) -> None:
@@ -252,7 +252,7 @@ class RequestRegistry:
                 self.ready = event
 
     def engine_gone(self, reason: str) -> None:
-        self.ready, self._stats, self._error, self._stands_still = None, NO_STATS, reason, ""
+        self.ready, self._stats, self._error, self._hang = None, NO_STATS, reason, ""
         self._fail_all()
 
     def engine_silent(self, seconds: float) -> None:
@@ -261,10 +261,10 @@ class RequestRegistry:
         recovers."""
         if self.ready is None:
             return
-        stands_still = f"the engine has stood still for {seconds:.0f} s" if seconds >= SILENT_S else ""
-        if bool(stands_still) != bool(self._stands_still):
-            log.warning("engine stands still" if stands_still else "engine goes on again")
-        self._stands_still = stands_still
+        hang = f"the engine has not responded for {seconds:.0f} s" if seconds >= SILENT_S else ""
+        if bool(hang) != bool(self._hang):
+            log.warning("engine hangs" if hang else "engine responds again")
+        self._hang = hang
         if seconds >= FAILED_S:
             for entry in self._in_flight.values():
                 self.cancel(entry)
@@ -305,13 +305,13 @@ class RequestRegistry:
         """Reason why the node can't be used; empty if it can."""
         if fault := self._gpu.fault:
             return fault
-        return self._stands_still if self.ready is not None else read_exit(self._run_dir) or self._error
+        return self._hang if self.ready is not None else read_exit(self._run_dir) or self._error
 
     @property
     def state(self) -> str:
         if self.draining or self._gpu.fault:
             return "draining"
-        return "ready" if self.ready is not None and not self._stands_still else "warming"
+        return "ready" if self.ready is not None and not self._hang else "warming"
 
     def record(self) -> NodeRecord:
         """Returns the node's current record. Each has a higher `seq`."""

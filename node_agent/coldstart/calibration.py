@@ -121,7 +121,7 @@ class Calibration:
             self._answers = []
         chosen_plan = starts.latest
         if chosen_plan is None or (chosen_plan.name != plan and len(digests) == 1):
-            raise Interrupted(f"the call was not served by {plan}")
+            raise Interrupted(f"the call was not served with plan {plan}")
         first, end = fmean(firsts.values()) - started_at, fmean(ends.values()) - started_at
         passes = [outcome.seconds for outcome in starts.outcomes if outcome.request not in ended]
         return PassSample(kind, plan, chosen_plan.by_profile, passes[-1] if passes else first, first, end, len(digests))
@@ -144,7 +144,7 @@ class Calibration:
         ends: dict[str, float] = {}
         while len(ends) < len(names):
             if self.should_yield():
-                raise Interrupted("the engine is wanted")
+                raise Interrupted("the engine has other work")
             for event in self._step():
                 if isinstance(event, Generated):
                     firsts.setdefault(event.id, time.monotonic())

@@ -10,20 +10,17 @@ from functools import partial
 import numpy as np
 
 from adapters.base_model import BaseModel
-from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist, AssistedPass
 from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
-from node_agent.coldstart.costs import result_bytes
-from node_agent.coldstart.learning import Correction, LearntLink, Outcome, engine_correction
+from node_agent.coldstart.forecasts import CostForecasts
+from node_agent.coldstart.learning import LearntLink, Outcome
 from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.planner import (
     ChunkCosts,
     Contention,
-    DecodeCosts,
     choose,
     forecast,
-    longest_step,
     wait_seconds,
 )
 from node_agent.coldstart.profile import Profile
@@ -33,12 +30,6 @@ from node_agent.leases import LayerState, Lease
 from node_agent.types import PassLora, Plan
 
 MAX_OUTCOMES = 256
-NO_WAIT = 0.02
-"""Share of the time of the base model's products, which overlap with the workers' computation. A chunk that waited less
-than this share for workers counts as not having waited."""
-MAX_CROSSING_S = 0.1
-"""Maximum seconds that the bytes of one handoff may take on the link. For longer ones workers are not used, since a
-wait for them is bounded."""
 MAX_UNMEASURED = 16
 """Maximum kinds of calls that wait to be measured."""
 
@@ -79,7 +70,7 @@ class WorkersDecision:
     """(name, milliseconds) of the measurements behind the decision"""
 
 
-class ColdStarts:
+class ColdStarts(CostForecasts):
     """Planner of cold chunks, which are prompt chunks whose adapter is not on the device yet (docs/design/seams.md).
     Only the engine's thread calls it."""
 
@@ -92,14 +83,9 @@ class ColdStarts:
         workers: WorkerPool | None = None,
     ) -> None:
         """Plans with this profile and these workers. Without a profile, the plan is always `wait`."""
-        self.store, self.base, self.mode = store, base, mode
+        super().__init__(store, base)
+        self.mode = mode
         self.times = PassTimes()
-        self.row_cpu = Correction()
-        """Factor by which the forecast of the workers' time for decode rows is corrected."""
-        self.device = engine_correction()
-        """Factor by which the forecast of the engine's time for layers is corrected. It is 1 on a GPU, where the engine
-        does not see the device's time."""
-        self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
         """Kinds of calls that workers may help, by the profile or by few measured passes. They are measured while the
         node is idle."""
@@ -129,11 +115,6 @@ class ColdStarts:
         else:
             self.assist.profile = profile
 
-    @property
-    def assists(self) -> bool:
-        """Returns whether CPU workers can take work now."""
-        return self.workers is not None and self.workers.usable > 0
-
     def plan(self, lease: Lease, n_tokens: int, contention: Contention) -> Plan:
         """Returns the plan for a chunk of `n_tokens` tokens that starts now. Sets the order in which the adapter's
         layers are loaded accordingly."""
@@ -143,7 +124,9 @@ class ColdStarts:
         apart = self._apart(costs, n_tokens, contention, self.profile)
         costs = replace(costs, ahead=contention.ahead, other_requests=contention.other_requests, apart=apart)
         if contention.decodes:
-            costs = replace(costs, decode=self._decode_costs(lease, costs, contention.decodes, self.profile))
+            costs = replace(
+                costs, decode=self._decode_costs(lease, costs, contention.decodes, self.profile, self.mode.decodes)
+            )
         kind = kind_of(self.store.layout(lease), n_tokens)
         choice = choose(costs, self._allowed(kind, costs), partial(self.times.bounds, kind))
         if choice.undecided and self.times.may_narrow(kind, "assist"):
@@ -194,51 +177,6 @@ class ColdStarts:
             return 0.0
         return wait_seconds(costs) if name == "wait" else float(forecast(costs)[0][assisted])
 
-    def _apart(self, costs: ChunkCosts, n_tokens: int, contention: Contention, profile: Profile) -> float:
-        """Returns the total seconds that other requests lose if the chunk gets a separate pass.
-
-        Other requests whose adapters are also loading count only if all the adapters would arrive in time to share a
-        pass. This is assumed if a load that is alone on the link takes no longer than a warm prefill.
-        """
-        layers = self.base.num_layers
-        load = costs.load.sum() / max(1, self.store.loads_in_flight)
-        together = costs.in_host.max() + load <= layers * costs.device
-        sharing = contention.other_requests if together else contention.ready
-        return sharing * layers * profile.apart_seconds(n_tokens, sharing)
-
-    def _decode_costs(self, lease: Lease, costs: ChunkCosts, tokens: int, profile: Profile) -> DecodeCosts:
-        """Returns the costs of the decode steps after a chunk. Some steps may be computed while the adapter is still
-        loading. In these, CPU workers compute half of the layers that are still missing, on average."""
-        rows, row_costs = 1 + costs.other_requests, RowCosts(profile, self.base)
-        step = row_costs.step(rows)
-        if not (self.mode.decodes and self.assists):
-            return DecodeCosts(tokens, step, np.inf)
-        work, crossings = self._row_work(lease, 1, row_costs)
-        longer = (work - row_costs.base_seconds(rows)).clip(0.0).sum(axis=1) + crossings.sum(axis=1)
-        half = float(longer[costs.load > 0].sum()) / 2
-        results = 0.0 if costs.results is None else float(self._result_seconds(lease, 1)[costs.load > 0].sum()) / 2
-        return DecodeCosts(
-            tokens, step, half if half <= longest_step(step, 1, costs.other_requests) else np.inf, results
-        )
-
-    def _row_work(self, lease: Lease, rows: int, costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays f64[N layers, groups] for `rows` decode rows: the workers' corrected seconds, and the
-        seconds of link transfers."""
-        layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
-        crossings = costs.crossings(layout, row_bytes, self.store.loads_in_flight)
-        return self.row_cpu.value * costs.work(layout, rows), crossings
-
-    def _result_seconds(self, lease: Lease, rows: int) -> np.ndarray:
-        """Returns f64[N]: for each of N layers, the seconds by which the workers' results delay the adapter's load.
-
-        Results for `rows` rows cross the same link to the device as the load. All values are 0 where workers share the
-        device's memory.
-        """
-        if self.profile is None or self.profile.handoff is None or self.link is None:
-            return np.zeros(self.base.num_layers)
-        row_bytes = rows * self.store.pool.data.element_size()
-        return result_bytes(self.store.layout(lease), self.base, row_bytes) / self.link.cost.bandwidth
-
     def without_workers(self, lease: Lease, plan: Plan) -> Plan:
         """Returns the fallback for an `assist` plan without a free worker: `pipeline`, with all layers loaded in
         order."""
@@ -255,11 +193,6 @@ class ColdStarts:
             workers,
             partial(self.store.await_copy, lease),
         )
-
-    def warm_seconds(self, tokens: int, layers: int) -> float:
-        """Returns the seconds for `layers` layers of a chunk of `tokens` with weights on the device. Returns 0 without
-        a profile."""
-        return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
     def joining(self, waiting: Iterable[tuple[Lease, int]], other_requests: int) -> set[str]:
         """Returns the digests of loading adapters whose rows join the next decode step. A row joins if it need not wait
@@ -322,18 +255,6 @@ class ColdStarts:
             kind = kind_of(self.store.layout(lease), outcome.tokens)
             self.times.add(PassSample(kind, outcome.plan, outcome.by_profile, outcome.seconds))
 
-    def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
-        """Updates a correction of the workers' time. `cpu`: forecast seconds; `between`: seconds of the base's
-        products, which overlap with the workers; `waited`: seconds that the engine then waited. The actual time is
-        `between` + `waited`. Does nothing on a GPU, where waits are invisible to the engine."""
-        if self.store.pool.data.device.type == "cpu":
-            correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
-
-    def learn_load(self, size: int, seconds: float) -> None:
-        """Corrects the cost of the link: in `seconds`, `size` bytes of all loads crossed it."""
-        if self.link is not None:
-            self.link.learn(size, seconds)
-
     def ready_until(self, lease: Lease, plan: Plan, layer: int) -> int:
         """Returns the number of the first layer, from `layer` on, that a pass of this plan cannot compute now. Returns
         the number of layers if it can compute all."""
@@ -367,53 +288,3 @@ class ColdStarts:
             plan.load[i] for i in range(plan.assisted, layer + 1) if self.store.state(lease, i) != LayerState.DEVICE
         )
         return bool((1 + plan.other_requests) * plan.cpu_extra[layer] < load_s)
-
-    def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
-        """Returns the costs of a chunk of `n_tokens` tokens, by the profile and the recent speed of the link. The link
-        is shared by the loads that are now in progress."""
-        assert self.link is not None  # set together with the profile
-        layout, layers, link = self.store.layout(lease), self.base.num_layers, self.link.cost
-        sharing = max(1, self.store.loads_in_flight)
-        load, in_host = np.zeros(layers), np.zeros(layers)
-        for layer in range(layers):
-            state = self.store.state(lease, layer)
-            if state != LayerState.DEVICE:
-                load[layer] = sharing * layout.moved[layer] / link.bandwidth
-            if state == LayerState.NO:
-                in_host[layer] = self.store.host_seconds(lease, layer)
-        usable = self.workers.usable if self.workers is not None else 0
-        cpu = self.worker_seconds(profile, layout, n_tokens, usable, sharing)
-        results = self._result_seconds(lease, n_tokens)
-        return ChunkCosts(self.layer_seconds(n_tokens, profile), cpu, load, in_host, results, link.latency)
-
-    def layer_seconds(self, n_tokens: int, profile: Profile) -> float:
-        """Returns the seconds of one layer of a chunk of `n_tokens` tokens on the device, at the host's recent
-        speed."""
-        return self.device.value * profile.layer_seconds(n_tokens)
-
-    def worker_seconds(
-        self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int, sharing: int = 1
-    ) -> np.ndarray:
-        """Returns f64[N layers]: seconds of each layer if `workers` workers compute its LoRA term while `sharing` loads
-        use the link.
-
-        A value is infinite without workers. It is infinite also if the results have as many bytes as the weights, since
-        workers would then only cause delay, and if a transfer takes longer than MAX_CROSSING_S.
-        """
-        if not workers or profile.cpu is None:
-            return np.full(len(layout.layers), np.inf)
-        row_bytes = n_tokens * self.store.pool.data.element_size()
-        costs, slowdown = RowCosts(profile, self.base), 1.0
-        on_cpu = self.store.pool.data.device.type == "cpu"
-        if on_cpu and self.workers is not None and self.workers.engine_cores is not None:
-            slowdown = self.workers.engine_cores.slowdown
-        work, base_s = costs.slices(layout, n_tokens, workers), self.device.value * costs.base_seconds(n_tokens)
-        longer = np.where(work > 0, np.maximum(work, slowdown * base_s) - base_s, 0.0).sum(axis=1)
-        crossings = costs.crossings(layout, row_bytes, sharing)
-        seconds = self.layer_seconds(n_tokens, profile) + longer + crossings.sum(axis=1)
-        seconds[(crossings > MAX_CROSSING_S).any(axis=1)] = np.inf
-        if profile.handoff is not None:
-            moved = np.array(layout.moved)
-            seconds[(moved > 0) & (result_bytes(layout, self.base, row_bytes) >= moved)] = np.inf
-        by_layer: np.ndarray = seconds
-        return by_layer

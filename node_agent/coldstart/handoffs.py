@@ -130,7 +130,7 @@ class Handoff:
     def outputs(self) -> Sequence[torch.Tensor]:
         """Outputs [T, d_out] of each projection. Valid after a successful `wait`, until `close`."""
         if not (self._arrived and self._open):
-            raise RuntimeError("a handoff's outputs are there between a successful wait and its close only")
+            raise RuntimeError("a handoff's outputs can be read only between a successful `wait` and `close`")
         return self._outputs
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class Product:
         ranks = [int(self._rank[slot, layer, p]) for p in members]
         if not 0 <= min(ranks) <= max(ranks) <= MAX_RANK:
             names = [PROJECTIONS[p] for p in members]
-            raise IndexError(f"slot {slot}, layer {layer}, {names}: ranks {ranks}, the most is {MAX_RANK}")
+            raise IndexError(f"slot {slot}, layer {layer}, {names}: ranks {ranks}; the maximum is {MAX_RANK}")
         return ranks
 
     def shrink(

@@ -21,7 +21,7 @@ MAX_TOKENS = 1 << 50
 
 
 class ProfileError(ValueError):
-    """Error: a stored profile can't be used. The message says why."""
+    """Raised when a stored profile can't be used. The message says why."""
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
@@ -136,7 +136,7 @@ def read_profile(file: Path, key: ProfileKey) -> Profile:
     except msgspec.DecodeError as error:
         raise ProfileError(f"{file}: {error}") from None
     if profile.version != PROFILE_VERSION or msgspec.structs.replace(profile.key, workers=key.workers) != key:
-        raise ProfileError(f"{file}: made for {profile.key} (version {profile.version}), here is {key}")
+        raise ProfileError(f"{file}: measured for {profile.key} (version {profile.version}), but this node is {key}")
     check(profile)
     return profile
 
@@ -150,10 +150,10 @@ def check(profile: Profile) -> None:
         raise ProfileError("layer: seconds must be positive")
     for name, link in (("link", profile.link), ("handoff", profile.handoff)):
         if link is not None and not (1 <= link.bandwidth < inf and 0 <= link.latency < 1e3):
-            raise ProfileError(f"{name}: bandwidth must be at least a byte a second, latency not negative")
+            raise ProfileError(f"{name}: bandwidth must be at least 1 byte per second, and latency not negative")
     cpu = profile.cpu
     if cpu is None and profile.key.workers:
-        raise ProfileError(f"cpu: {profile.key.workers} workers, of whom none answered when they were measured")
+        raise ProfileError(f"cpu: none of the {profile.key.workers} workers answered while they were measured")
     if cpu is not None and not all(0 <= value < 1e3 for value in (cpu.fixed, cpu.per_element, cpu.per_product)):
         raise ProfileError("cpu: costs must not be negative")
 
@@ -180,7 +180,7 @@ class ProfileFile:
         if self._path is None:
             return
         try:
-            check(profile)  # a worker that does not answer now may do so later
+            check(profile)  # a worker that does not answer now may answer later
             write_json(profile, self._path)
         except (ProfileError, OSError) as error:
-            log.warning("the profile is not kept", extra={"reason": str(error)})
+            log.warning("the profile can't be stored", extra={"reason": str(error)})

@@ -38,7 +38,7 @@ from node_agent.device_event import Event
 
 
 class BrokenHandoff(RuntimeError):
-    """Error: a handoff's bytes arrived changed, so handoffs can't be used on this device."""
+    """Raised when a handoff's bytes arrived changed, so that handoffs can't be used on this device."""
 
 
 class StreamPool(WorkerPool):
@@ -126,9 +126,9 @@ class StreamPool(WorkerPool):
                 assert one.ended is not None
                 one.ended.synchronize()
                 if one.failed:
-                    raise BrokenHandoff("the device saw no answer of the CPU workers in time")
+                    raise BrokenHandoff("the CPU workers' answer did not reach the device in time")
                 if not torch.equal(self.memory.x(one.slot, tokens, width), x):
-                    raise BrokenHandoff(f"{tokens} rows did not reach the CPU workers as they were")
+                    raise BrokenHandoff(f"{tokens} rows reached the CPU workers changed")
                 self.poll()
         finally:
             self.disarm()

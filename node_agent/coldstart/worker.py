@@ -102,7 +102,7 @@ class Worker:
         layout, memory, product, slot = self._layout, self._memory, self.product, at // self._layout.steps
         share, shares, layer, group = command.share, command.shares, command.layer, command.group
         if not (0 <= share < shares <= layout.processes and command.tokens <= layout.split_tokens):
-            raise IndexError(f"{command}: {layout.processes} workers share {layout.split_tokens} tokens at most")
+            raise IndexError(f"{command}: {layout.processes} workers can share at most {layout.split_tokens} tokens")
         d_in, widths = memory.group_widths[group]
         parts = list(within(segments, 0, command.tokens))
         ranks = [product.ranks(host_slot, layer, group) for host_slot, _, _ in parts]

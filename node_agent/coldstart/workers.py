@@ -214,13 +214,15 @@ class WorkerPool:
         for host_slot, tokens, slice_tokens, _ in segments:
             unassigned -= tokens
             if tokens < 1 or slice_tokens < 1:
-                raise ValueError(f"a segment of {tokens} tokens in slices of {slice_tokens}: 1 at least are possible")
+                raise ValueError(f"a segment of {tokens} tokens in slices of {slice_tokens}: both must be at least 1")
             if not (0 <= host_slot < self._host.slots and 0 <= layer < self._host.layers):
                 raise ValueError(f"the host table has no slot {host_slot}, layer {layer}")
         if unassigned or not 1 <= len(segments) <= MAX_SEGMENTS:
-            raise ValueError(f"{len(segments)} segments of {shape[0]} tokens; 1 to {MAX_SEGMENTS} have all of them")
+            raise ValueError(
+                f"{len(segments)} segments of {shape[0]} tokens; expected 1 to {MAX_SEGMENTS} with all tokens"
+            )
         if not self._armed:
-            raise RuntimeError("handoffs are opened between arm() and disarm() only: nobody would look")
+            raise RuntimeError("handoffs can be opened only between arm() and disarm(): no worker would notice them")
 
     def _hand_over(
         self,

@@ -260,7 +260,7 @@ class ColdPasses:
             cold.run.abort().synchronize()
             request.change_state(RequestState.AWAITING_ADAPTER)
             if cold.lora.poisoned:
-                log.warning("request %s: a CPU worker failed it; the chunk is computed again", request.id)
+                log.warning("request %s: a CPU worker failed; the chunk is computed again", request.id)
                 cold.phases.replays += 1
                 self.replays += 1
         else:

@@ -182,7 +182,7 @@ class Joined:
         request.cold.layers_cpu += lora.layers_on_cpu
         request.cold.layers_device += lora.layers_on_device
         if lora.poisoned:
-            log.warning("request %s: a CPU worker failed it; the step is computed again", request.id)
+            log.warning("request %s: a CPU worker failed; the step is computed again", request.id)
             request.change_state(RequestState.AWAITING_ADAPTER)
             request.cold.replays += 1
             self._cold.replays += 1

@@ -55,7 +55,7 @@ CPU a pass of that size would delay all other requests' next tokens.
 
 
 class WarmUpFailed(RuntimeError):
-    """Error: the dummy request did not end as expected, so the node is not ready."""
+    """Raised when the dummy request did not end as expected, so that the node is not ready."""
 
 
 def build_engine(

@@ -24,7 +24,7 @@ class GpuFailed(Exception):
 
 
 class NvmlProblem(Exception):
-    """Error: NVML can't be used, or a call has failed. `code`: NVML's error code, if there is one."""
+    """Raised when NVML can't be used, or when a call has failed. `code`: NVML's error code, if there is one."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -32,7 +32,8 @@ class NvmlProblem(Exception):
 
 
 class NvmlAbsent(NvmlProblem):
-    """Error: the GPU, driver or user does not support the call. It does not count as a problem."""
+    """Raised when the GPU or driver does not support a call, or the user may not make it. It does not count as a
+    problem."""
 
 
 def load_nvml() -> ModuleType | None:

@@ -56,7 +56,7 @@ class IdleMeasurement:
         engine.measuring = 0.0
         self._fits: Future[tuple[DecodeFit, PrefillFit]] | None = None
         self._begin_anew(None)
-        log.info("no performance model: one is measured while the node is idle; until then there are no forecasts")
+        log.info("no performance model yet: it is measured while the node is idle, without forecasts until then")
 
     @property
     def ended(self) -> bool:
@@ -149,7 +149,7 @@ class IdleMeasurement:
             try:
                 write_performance(profile, performance_file(self.config.profile))
             except OSError as error:
-                log.warning("the performance model is not kept", extra={"reason": str(error)})
+                log.warning("the performance model can't be stored", extra={"reason": str(error)})
         return True
 
     @property

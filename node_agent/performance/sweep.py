@@ -34,7 +34,7 @@ Run = DecodeSample | PrefillSample
 
 
 class SweepTooSlow(RuntimeError):
-    """Error: too few cases could be measured within the time limit."""
+    """Raised when too few cases could be measured within the time limit."""
 
 
 class GaveWay(Exception):
@@ -95,7 +95,7 @@ class Bench:
                 if written.issuperset(blocks):
                     continue
                 if time.monotonic() > self.deadline:
-                    raise SweepTooSlow(f"writing {begin} tokens of {i + 1} rows took all the time that was given")
+                    raise SweepTooSlow(f"writing {begin} tokens of {i + 1} rows used up the time limit")
                 request.computed, request.tokens = begin, [1] * (begin + length)
                 self._forward([Row(request, length)], 0)
                 written.update(blocks)
@@ -129,7 +129,7 @@ def sweep_of(runs: Mapping[Case, list[Run]], cases: int, fastest: float = 1.0) -
     """Returns the samples to use: of each case, the `fastest` share of its passes, without the first unless it is the
     only one. Raises SweepTooSlow if fewer than half of `cases` have any."""
     if len(runs) < cases / 2:
-        raise SweepTooSlow(f"{len(runs)} of {cases} passes took all the time that was given")
+        raise SweepTooSlow(f"{len(runs)} of {cases} passes used up the time limit")
     sweep = Sweep()
     for of_case in runs.values():
         counted = sorted(of_case[1:] or of_case, key=lambda run: run.seconds)

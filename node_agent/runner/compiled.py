@@ -1,7 +1,7 @@
 """Replaces parts of decoder layers by modules with compiled CPU operators (kernels/decoder.cpp).
 
 The layer's forward is not changed. Its norms, attention and MLP are modules, which are replaced in place after
-`fuse_projections`. Parts that no operator can compute are kept; without a compiler all are.
+`fuse_projections`. Parts that no operator can compute are kept. Without a compiler all parts are.
 """
 
 from __future__ import annotations

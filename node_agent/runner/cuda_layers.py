@@ -185,7 +185,7 @@ class CudaModel:
     def check_complete(self, layer: int) -> None:
         """Raises RuntimeError for a pass that has not computed all layers."""
         if layer != self.num_layers:
-            raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
+            raise RuntimeError(f"logits were requested after {layer} of {self.num_layers} layers")
 
 
 def _layer(model: TransformersRunner, layer: Any, shape: tuple[int, ...], block_tokens: int) -> Layer:

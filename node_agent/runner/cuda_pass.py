@@ -105,7 +105,7 @@ class LayeredPass:
     @torch.inference_mode()
     def __init__(self, model: CudaModel, batch: StepBatch, lora: PassLora | None) -> None:
         if batch.fed is not None:
-            raise RuntimeError("only captured steps take tokens of the step before")
+            raise RuntimeError("only captured steps take tokens of the previous step")
         self._model, self._batch, self._lora, self.layer = model, batch, lora, 0
         stream, blocks = model.stream, sum(-(-context // model.block_tokens) for context in batch.context_lens)
         scored = 0 if batch.scoring is None else batch.scoring.rows.shape[0]

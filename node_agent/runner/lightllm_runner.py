@@ -70,7 +70,7 @@ class LightllmPass:
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns logits f32[n, V] of the tokens rows i64[n], after the last layer."""
         if self.hidden is None or self.layer != self.runner.num_layers:
-            raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
+            raise RuntimeError(f"logits were requested after {self.layer} of {self.runner.num_layers} layers")
         model = self.runner.model
         if not rows.shape[0]:
             return self.hidden.new_empty(0, model.vocab_size, dtype=torch.float32)

@@ -200,7 +200,7 @@ def test_who_waits_too_long_may_try_again(
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         monkeypatch.setattr("adapters.inspector.ANSWER_SECONDS", 0.2)
-        with pytest.raises(InspectionBusy, match="too busy to look at an adapter"):
+        with pytest.raises(InspectionBusy, match="too busy to inspect an adapter"):
             inspector.inspect(*good)
         monkeypatch.setattr("adapters.inspector.ANSWER_SECONDS", 60.0)
         inspector.inspect(*good)
@@ -211,7 +211,7 @@ def test_who_waits_too_long_may_try_again(
         held.start()
         while not inspector._lock.locked():
             time.sleep(0.01)
-        with pytest.raises(InspectionBusy, match="other adapters were looked at"):
+        with pytest.raises(InspectionBusy, match="other adapters were inspected"):
             inspector.inspect(*good)
         inspector.close()
         held.join(60)

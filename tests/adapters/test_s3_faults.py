@@ -167,7 +167,7 @@ def test_what_lasts_ends_after_a_few_attempts(proxy: Proxy, store: S3Store, hurr
         if not name.startswith(fault.match.lower()):
             continue
         proxy.requests.clear()
-        with pytest.raises(StoreUnavailable, match="did not answer as it should"):
+        with pytest.raises(StoreUnavailable, match="gave no valid answer"):
             call(store)
         assert 1 <= len(proxy.requests) <= store.calls.limits.attempts, name
 
@@ -218,10 +218,10 @@ def test_a_lost_reply_and_another_write_since_are_told_apart_from_a_refusal(
         direct.put_if_match("key", b"3", direct.get("key").etag)
 
     proxy.faults = [Fault("lose", "PUT", meanwhile=other)]
-    with pytest.raises(StoreUnavailable, match="not known"):
+    with pytest.raises(StoreUnavailable, match="unknown whether"):
         store.put_if_match("key", b"2", etag)
     proxy.faults = [Fault("lose", "PUT", meanwhile=lambda: direct.put("new", b"3"))]
-    with pytest.raises(StoreUnavailable, match="not known"):
+    with pytest.raises(StoreUnavailable, match="unknown whether"):
         store.put_if_absent("new", b"2")
     proxy.faults = [Fault("refuse", "PUT", status=503, code="SlowDown", meanwhile=None)]
     with pytest.raises(PreconditionFailed):  # the first attempt did nothing for sure
@@ -245,7 +245,7 @@ def test_a_body_that_ends_early_is_read_again(proxy: Proxy, store: S3Store, dire
         assert call() in (data, data[10:])
         assert proxy.faults[0].times == 0
     proxy.faults = [Fault("cut", "GET", times=ALWAYS, bytes_short=min(short, 990))]
-    with pytest.raises(StoreUnavailable, match="did not answer as it should"):
+    with pytest.raises(StoreUnavailable, match="gave no valid answer"):
         store.get_range("key", 10, 990)
 
 
@@ -256,7 +256,7 @@ def test_a_body_that_drips_is_given_up(proxy: Proxy, store: S3Store, direct: S3S
     short = limited(store, call=0.3)
     for call in (lambda: short.get("key"), lambda: short.get_range("key", 0, 100_000)):
         proxy.requests.clear()
-        with pytest.raises(StoreUnavailable, match="came in time"):
+        with pytest.raises(StoreUnavailable, match="arrived in time"):
             call()
         assert len(proxy.requests) == 1
 
@@ -266,7 +266,7 @@ def test_a_server_that_ignores_ranges_is_noticed(proxy: Proxy, store: S3Store, d
     proxy.faults = [Fault("whole", "GET", times=2)]
     assert store.get_range("key", 5, 10) == bytes(10)
     proxy.faults = [Fault("whole", "GET", times=ALWAYS)]
-    with pytest.raises(StoreUnavailable, match="says no range"):
+    with pytest.raises(StoreUnavailable, match="has no range"):
         store.get_range("key", 5, 10)
 
 
@@ -355,7 +355,7 @@ def test_a_large_range_is_of_one_content(proxy: Proxy, store: S3Store, direct: S
     assert proxy.faults[0].times == 0
     assert len(proxy.requests) >= 1 + 3, "in pieces"
     proxy.faults = [Fault("none", match, ALWAYS, meanwhile=lambda: direct.put("big", os.urandom(size)))]
-    with pytest.raises(StoreUnavailable, match="anew too often"):
+    with pytest.raises(StoreUnavailable, match="rewritten too often"):
         reader.get_range("big", 0, size)
     proxy.faults = [Fault("none", match, meanwhile=lambda: direct.delete("big"))]
     with pytest.raises(NotFound):

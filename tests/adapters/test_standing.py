@@ -118,9 +118,9 @@ def test_a_refusal_says_the_sum(filled: Registry, good: tuple[bytes, Path]) -> N
     ]:
         with pytest.raises(Conflict, match=re.escape(told)):
             filled.changes.set_policy("acme", "g", {"provisioned": {"device": 1}}, memory=memory)
-    with pytest.raises(Conflict, match="11 in all, and the tenant may have 10"):
+    with pytest.raises(Conflict, match="11 in total, but the tenant may have 10"):
         filled.changes.set_policy("acme", "g", {"reserved_concurrency": 3})
-    with pytest.raises(InvalidRequest, match="3 is more than max_concurrency, 2") as odd:
+    with pytest.raises(InvalidRequest, match="3 is more than max_concurrency, which is 2") as odd:
         filled.changes.set_policy("acme", "g", {"reserved_concurrency": 3, "max_concurrency": 2})
     assert odd.value.param == "reserved_concurrency"
     upload = AdapterUpload(*good, policy={"provisioned": {"device": 1}})

@@ -60,7 +60,9 @@ def test_content_that_was_harmed(registry: Registry, part: str, harm: str) -> No
     done, told = damages(registry.store)
     owners = {"acme/f:1", "other/f:1"} | ({"other/g:1"} if part == "weights" else set())
     assert {(damage.version, damage.key) for damage in told} == {(owner, key) for owner in owners}
-    assert all(("is missing" if harm == "missing" else "is not what was written") in entry.problem for entry in told)
+    assert all(
+        ("is missing" if harm == "missing" else "differs from what was written") in entry.problem for entry in told
+    )
     assert done.damaged == len(owners)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from worlds import PATIENCE, World
@@ -13,6 +14,13 @@ from tests.support.redis_server import RedisServer, redis_server
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for a module; worlds keep apart by their prefixes."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server for one test, which may kill or empty it."""
+    with redis_server(tmp_path) as server:
         yield server
 
 

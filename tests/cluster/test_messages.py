@@ -150,7 +150,7 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 @pytest.mark.parametrize("v", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
 def test_an_older_or_newer_version_is_refused(v: int) -> None:
     check_version(PROTOCOL_VERSION)
-    with pytest.raises(VersionMismatch, match=f"message version {v} is not served; served: {PROTOCOL_VERSION}"):
+    with pytest.raises(VersionMismatch, match=f"message version {v} is not supported; supported: {PROTOCOL_VERSION}"):
         check_version(v)
 
 

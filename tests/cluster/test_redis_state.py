@@ -3,83 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from worlds import PATIENCE, World, news, until
+from worlds import PATIENCE, World, agree, news, reserved, true, until
 
 from cluster import redis_link
 from cluster.node_table import Demand
-from cluster.received import Received
 from cluster.redis_link import RedisAway, check_redis, prefix_of
-from cluster.redis_state import RedisClusterState
 from cluster.redis_url import shown_url, url_problem
-from cluster.state import ClusterState
 from tests.support.redis_server import RedisServer, redis_server
-
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """To be killed."""
-    with redis_server(tmp_path) as server:
-        yield server
-
-
-async def reserved(state: ClusterState) -> dict[str, int]:
-    return {node.record.id: node.reserved for node in await state.nodes()}
-
-
-async def agree(states: list[ClusterState], wanted: dict[str, int]) -> None:
-    for state in states:
-
-        async def as_wanted(state: ClusterState = state) -> bool:
-            return await reserved(state) == wanted
-
-        await until(as_wanted)
-
-
-def test_workers_share_records_and_places(shared_redis: RedisServer) -> None:
-    async def main() -> None:
-        world = World(shared_redis)
-        async with world.worker() as (_, one), world.worker() as (_, two):
-            await one.publish(news(queue_limit=3))
-            await agree([one, two], {"a": 0})
-            first = await one.reserve("a", "r1", Demand(rank=4), 0)
-            assert not await two.reserve("a", "r2", Demand(), 0), "its picture is older than the place that is taken"
-            assert await reserved(two) == {"a": 1}, "and now it knows"
-            assert await two.reserve("a", "r2", Demand(), 1)
-            third = await one.reserve("a", "r3", Demand(), None)
-            assert not await two.reserve("a", "r4", Demand(), None), "full"
-            assert first is not None and third is not None
-            received = Received().with_one(first).with_one(third)
-            await two.publish(news(seq=2, queue_limit=3, received=received))
-            await agree([one, two], {"a": 1})
-            await two.release("a", "r2")
-            await agree([one, two], {"a": 0})
-            async with world.worker() as (_, late):
-                assert await reserved(late) == {"a": 0}
-                assert late._book.news("a") == two._book.news("a")
-
-    asyncio.run(main())
-
-
-def test_no_place_is_given_twice(shared_redis: RedisServer) -> None:
-    async def main() -> None:
-        world = World(shared_redis)
-        async with world.worker() as (_, one), world.worker() as (_, two):
-            await one.publish(news(queue_limit=10))
-            await agree([one, two], {"a": 0})
-            pairs = [(number, state) for number in range(20) for state in (one, two)]
-            tries = [state.reserve("a", f"{number}-{id(state)}", Demand(), None) for number, state in pairs]
-            taken = [number for number in await asyncio.gather(*tries) if number is not None]
-            assert len(set(taken)) == len(taken) == 10
-            await agree([one, two], {"a": 10})
-            rows = [state._book.table.generation[0] for state in (one, two)]
-            assert rows == [10, 10]
-
-    asyncio.run(main())
 
 
 def test_a_lost_message_is_noticed(shared_redis: RedisServer) -> None:
@@ -96,13 +30,9 @@ def test_a_lost_message_is_noticed(shared_redis: RedisServer) -> None:
                 shared_redis.client.incr(link.key("version"))
                 if number == 7:
                     await state.publish(news(id="b"))
-                await until(lambda number=number: _true(table.generation[0] == number))  # type: ignore[misc]
+                await until(lambda number=number: true(table.generation[0] == number))  # type: ignore[misc]
 
     asyncio.run(main())
-
-
-async def _true(value: bool) -> bool:
-    return value
 
 
 def test_a_lost_connection_of_the_messages_ends_no_call(
@@ -157,7 +87,7 @@ def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer, monk
             own_redis.kill()
             assert await one.reserve("a", "r1", Demand(), 0) == 0, "no numbers without Redis"
             assert one.stale is not None
-            await until(lambda: _true(two.stale is not None))
+            await until(lambda: true(two.stale is not None))
             assert await two.reserve("a", "r1", Demand(), 0) == 0, "each reserves for itself"
             world.workers_clock.seconds += 44.0
             assert set(await reserved(one)) == {"a", "b"}, "nobody could have told that they live"
@@ -169,7 +99,7 @@ def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer, monk
             assert one.stale is None
             assert "a" in await reserved(two), "whoever knew it gave it back"
             # Whoever missed the first change takes in everything anew, with ages by Redis's own clock.
-            await until(lambda: _true(0 < one._version == two._version))
+            await until(lambda: true(0 < one._version == two._version))
             world.workers_clock.seconds += 40.0
             await agree([two], {})
             await agree([one], {})
@@ -187,7 +117,7 @@ def test_stale_records_count_for_a_bounded_time(own_redis: RedisServer) -> None:
             await state.publish(news())
             await agree([state], {"a": 0})
             own_redis.kill()
-            await until(lambda: _true(state.stale is not None))
+            await until(lambda: true(state.stale is not None))
             world.workers_clock.seconds += 60.0
             assert await reserved(state) == {"a": 0}
             world.workers_clock.seconds += 20.1
@@ -213,36 +143,6 @@ def test_a_hung_redis_is_given_up(own_redis: RedisServer) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("at", ["before", "meanwhile", "hung", "emptied"])
-def test_reservations_while_redis_fails(own_redis: RedisServer, at: str) -> None:
-    """The place is then this worker's own, or is taken in the Redis that forgot the node, and counted once."""
-
-    async def main() -> None:
-        async with World(own_redis).worker() as (link, state):
-            await state.publish(news(queue_limit=2))
-            if at == "before":
-                own_redis.kill()
-                await until(lambda: _true(state.stale is not None))
-            elif at == "hung":
-                own_redis.hang()
-            elif at == "emptied":
-                own_redis.client.flushall()
-                own_redis.client.script_flush()
-            reserving = asyncio.create_task(state.reserve("a", "r1", Demand(), None))
-            if at == "meanwhile":
-                await asyncio.sleep(0)
-                own_redis.kill()
-            assert await reserving is not None
-            await agree([state], {"a": 1})
-            if at == "emptied":
-                assert own_redis.client.zcard(link.key("ends", "a")) == 1
-            await state.release("a", "r1")
-            await agree([state], {"a": 0})
-            own_redis.wake()
-
-    asyncio.run(main())
-
-
 def test_redis_emptied(own_redis: RedisServer) -> None:
     """Nothing breaks off: the first who needs a node gives it back, and the others hear of it."""
 
@@ -259,99 +159,6 @@ def test_redis_emptied(own_redis: RedisServer) -> None:
             assert await one.publish(news(seq=2)) == "taken"
             assert await two.reserve("b", "r3", Demand(), None)
             await agree([one, two], {"a": 1, "b": 1})
-
-    asyncio.run(main())
-
-
-async def at_first_try(state: RedisClusterState, request_id: str) -> bool:
-    return await state.reserve("a", request_id, Demand(), state._book.generation("a")) is not None
-
-
-async def counted(states: list[RedisClusterState], places: int) -> None:
-    """All of them have heard of so many places taken on the node."""
-    await until(lambda: _true(all(state._book.generation("a") == places for state in states)))
-
-
-def test_places_are_taken_at_the_first_try_after_redis_was_emptied(own_redis: RedisServer) -> None:
-    """It counts a node's places anew from then on."""
-
-    async def main() -> None:
-        world = World(own_redis)
-        async with world.worker() as (_, one), world.worker() as (_, two):
-            await one.publish(news(queue_limit=100))
-            await agree([one, two], {"a": 0})
-            for number in range(5):
-                assert await at_first_try(one, f"before-{number}")
-            await agree([one, two], {"a": 5})
-            own_redis.empty()
-            assert await one.reserve("a", "after", Demand(), None)
-            await agree([one, two], {"a": 1})
-            assert await at_first_try(one, "after-1")
-            await counted([one, two], 2)
-            assert await at_first_try(two, "after-2")
-
-    asyncio.run(main())
-
-
-def test_places_are_taken_at_the_first_try_on_a_node_that_was_forgotten(shared_redis: RedisServer) -> None:
-    async def main() -> None:
-        world = World(shared_redis)
-        short = {"forget_seconds": 2.0, "reservation_seconds": 1.9}
-        async with world.worker(**short) as (_, one), world.worker(**short) as (_, two):
-            await one.publish(news(queue_limit=100))
-            await agree([one, two], {"a": 0})
-            for number in range(5):
-                assert await at_first_try(one, f"before-{number}")
-            await counted([one, two], 5)
-            await asyncio.sleep(2.1)
-            await one.publish(news(seq=2, queue_limit=100))
-            await agree([one, two], {"a": 0})
-            await counted([one, two], 0)
-            assert await at_first_try(one, "after")
-            await counted([one, two], 1)
-            assert await at_first_try(two, "after-1")
-
-    asyncio.run(main())
-
-
-def test_drawn_orders_of_answers_and_messages(shared_redis: RedisServer) -> None:
-    """Many reservations under way at once: whichever comes first, a worker's count is that of Redis in the end."""
-
-    async def main() -> None:
-        world = World(shared_redis)
-        async with world.worker() as (_, one), world.worker() as (_, two):
-            await one.publish(news(queue_limit=1000))
-            await agree([one, two], {"a": 0})
-            for batch in range(10):
-                tries = [s.reserve("a", f"{batch}-{n}-{id(s)}", Demand(), None) for n in range(20) for s in (one, two)]
-                assert all(await asyncio.gather(*tries))
-                await one.publish(news(seq=2 + batch, queue_limit=1000))
-                await counted([one, two], 40 * (batch + 1))
-            assert not one._ahead and not two._ahead
-
-    asyncio.run(main())
-
-
-def test_a_place_of_a_caller_who_went_is_free(own_redis: RedisServer) -> None:
-    """It went while Redis was asked for the place, which Redis gave it."""
-
-    async def main() -> None:
-        world = World(own_redis)
-        async with world.worker() as (link, state):
-            await state.publish(news(queue_limit=5))
-            assert await state.reserve("a", "r0", Demand(), 0)
-            own_redis.hang()
-            reserving = asyncio.create_task(state.reserve("a", "r1", Demand(), 1))
-            await asyncio.sleep(0.1)
-            reserving.cancel()
-            await asyncio.sleep(0.1)
-            own_redis.wake()
-            with pytest.raises(asyncio.CancelledError):
-                await reserving
-            assert own_redis.client.hget(link.key("node", "a"), "generation") == b"2", "it was given"
-            assert own_redis.client.zrange(link.key("ends", "a"), 0, -1) == [b"r0"]
-            await agree([state], {"a": 1})
-            assert link.is_up
 
     asyncio.run(main())
 
@@ -375,7 +182,7 @@ def test_the_clock_of_redis_is_set_back(shared_redis: RedisServer) -> None:
             assert await state.reserve("a", "r2", Demand(), None)
             assert client.zrange(link.key("ends", "a"), 0, -1) == [b"r2"]
             client.zadd(link.key("workers"), {"dead": later})
-            await until(lambda: _true(client.zscore(link.key("workers"), "dead") < later))
+            await until(lambda: true(client.zscore(link.key("workers"), "dead") < later))
 
     asyncio.run(main())
 
@@ -387,7 +194,7 @@ def test_an_emptied_redis_is_noticed_though_nothing_happens(own_redis: RedisServ
             await state.publish(news())
             await agree([state], {"a": 0})  # `publish` waits but a moment for its own message
             own_redis.empty()
-            await until(lambda: _true(bool(own_redis.client.exists(link.key("node", "a")))))
+            await until(lambda: true(bool(own_redis.client.exists(link.key("node", "a")))))
 
     asyncio.run(main())
 

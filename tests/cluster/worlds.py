@@ -103,3 +103,25 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def reserved(state: ClusterState) -> dict[str, int]:
+    return {node.record.id: node.reserved for node in await state.nodes()}
+
+
+async def agree(states: list[ClusterState], wanted: dict[str, int]) -> None:
+    for state in states:
+
+        async def as_wanted(state: ClusterState = state) -> bool:
+            return await reserved(state) == wanted
+
+        await until(as_wanted)
+
+
+async def true(value: bool) -> bool:
+    return value
+
+
+async def all_count(states: list[RedisClusterState], places: int) -> None:
+    """Waits until each of the states counts this number of places on the node."""
+    await until(lambda: true(all(state._book.generation("a") == places for state in states)))

@@ -126,7 +126,7 @@ def test_what_it_needs_is_told(service: Service, stories_adapters: dict[str, Pat
 
     assert "stories260K is the base model itself: name a function" in problem("stories260K", *ARGUMENTS)
     wrong = problem("dragon", *ARGUMENTS, "--adapter", str(stories_adapters["ocean"]))
-    assert "is not what dragon:1 was deployed with: another adapter_model.safetensors" in wrong
+    assert "differs from what dragon:1 was deployed with: another adapter_model.safetensors" in wrong
     (service.folder / "nothing.txt").write_text("\n \n")
     assert "expected 1 to 1000 lines, a prompt each" in problem("dragon", *ARGUMENTS, "--prompts", "nothing.txt")
     text = (service.folder / "serverless.yml").read_text()

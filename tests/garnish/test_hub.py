@@ -87,7 +87,7 @@ def test_what_is_not_there(server: Hub, files: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("name", ["acme/dra--gon", "acme/dragon.git", "acme/dragon-", f"acme/{'x' * 120}"])
 def test_names_that_the_hub_does_not_allow(server: Hub, name: str) -> None:
-    assert told(f"hf:{name}") == f"hf:{name}: {name} is no name that the Hub allows: check it"
+    assert told(f"hf:{name}") == f"hf:{name}: {name} is not a valid name on the Hub: check it"
 
 
 def test_a_download_that_breaks_off(server: Hub, files: dict[str, bytes]) -> None:

@@ -208,7 +208,7 @@ def test_without_terraform_it_is_said_what_to_install(folder: Path, command: str
     ("text", "problem"),
     [
         ("  a: {backend: local, min: 3, desired: 1, max: 2}\n", "node_pools.a: expected min <= desired <= max"),
-        ("  a: {backend: local}\n  a: {backend: local}\n", "serverless.yml:5: node_pools.a: the key stands here twice"),
+        ("  a: {backend: local}\n  a: {backend: local}\n", "serverless.yml:5: node_pools.a: the key occurs twice"),
         ("  a: {backend: local, count: 3}\n", "unknown key"),
         ("  node: {backend: local}\n", "give the pool another name"),
     ],

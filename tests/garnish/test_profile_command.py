@@ -113,14 +113,14 @@ time.sleep(600)
 def test_silence_has_an_end() -> None:
     """The process that said nothing more is gone by then."""
     steps: list[str] = []
-    with pytest.raises(FrontDoorError, match="said nothing for 1 s"):
+    with pytest.raises(FrontDoorError, match="wrote nothing for 1 s"):
         run_measurement(NO_ENGINE, lambda text, _: steps.append(text), (sys.executable, "-c", SILENT), patience=1.0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(steps[0]), 0)
 
 
 def test_an_early_end_is_told() -> None:
-    with pytest.raises(FrontDoorError, match="ended before it was done"):
+    with pytest.raises(FrontDoorError, match="ended too early"):
         run_measurement(NO_ENGINE, print, (sys.executable, "-c", "raise SystemExit(3)"))
 
 

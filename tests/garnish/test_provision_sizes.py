@@ -74,7 +74,7 @@ def test_a_size_also_replaces_a_node_whose_gpu_has_failed(pools: Pools) -> None:
 
 
 def test_a_size_carries_out_nothing_that_nobody_looked_at(pools: Pools) -> None:
-    with pytest.raises(InfraError, match=r"node_pools\.here was not made yet: run `garnish infra plan`"):
+    with pytest.raises(InfraError, match=r"node_pools\.here does not exist yet: run `garnish infra plan`"):
         pools.provision().resize(pools.told.append)
     pools.made()
     pools.declare({"here": 2}, node={"dtype": "float32"})

@@ -136,7 +136,11 @@ def test_mistakes(tmp_path: Path, text: str, line: int | None, field: str, told:
 
 @pytest.mark.parametrize(
     ("registry", "told"),
-    [("s3://bucket/a b", "prefix"), ("s3://B", "no name of an S3 bucket"), ("http://host/x", "expected a directory")],
+    [
+        ("s3://bucket/a b", "prefix"),
+        ("s3://B", "not the name of an S3 bucket"),
+        ("http://host/x", "expected a directory"),
+    ],
 )
 def test_registries_that_can_not_be(tmp_path: Path, registry: str, told: str) -> None:
     with pytest.raises(ServiceFileError, match=told) as refused:

@@ -41,7 +41,7 @@ def test_values_and_lines(tmp_path: Path) -> None:
         ("a: 1\n\tb: 2", 2, "not valid YAML"),
         ("a: 1\n--- \nb: 2\n", 2, "another document"),
         ("a: *nowhere", 1, "undefined alias"),
-        ("a: 1\nb: 2\na: 3\n", 3, "a: the key stands here twice"),
+        ("a: 1\nb: 2\na: 3\n", 3, "a: the key occurs twice"),
         ("a: !!python/object/apply:os.system [x]", 1, "a: the tag .* is not allowed"),
         ("a: !secret x", 1, "a: the tag .* is not allowed"),
         ("? [a]\n: 1", 1, "expected a plain word as key"),

@@ -182,7 +182,7 @@ def test_refuses_what_it_cannot_take(operations: LayerOperations) -> None:
         operations.decode_attention(q, cache, rows, out=out, scratch=scratch.expand(33, 2, 4, 10))
     with pytest.raises(KernelArgumentError, match="query_start must be None"):
         operations.decode_attention(q, cache, drawn.rows, out=out, scratch=scratch)
-    with pytest.raises(KernelArgumentError, match="which tokens are whose"):
+    with pytest.raises(KernelArgumentError, match="which tokens belong to which row"):
         operations.prefill_attention(q, cache, rows, out=out)
     with pytest.raises(KernelArgumentError, match=r"keys is torch\.float32 .* torch\.bfloat16"):
         operations.prefill_attention(q.bfloat16(), cache, drawn.rows, out=out.bfloat16())

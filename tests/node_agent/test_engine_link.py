@@ -168,7 +168,7 @@ def test_a_silent_engine_counts_as_gone(tmp_path: Path) -> None:
         assert await listener.told.get() == ("ready", READY)
         what, reason = await listener.told.get()
         assert what == "gone"
-        assert "said nothing" in str(reason)
+        assert "sent nothing" in str(reason)
         await engine.close()
         await link.stop()
 

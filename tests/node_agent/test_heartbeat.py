@@ -97,7 +97,7 @@ def test_an_engine_that_stands_still_gets_no_calls_and_its_streams_fail(
                     assert (await node.record()).state == "ready", "it says nothing on its socket, but its loop goes on"
                 record = await node.gateway.record_where(lambda r: r.state != "ready")
                 assert (record.state, record.base) == ("warming", "fingerprint")
-                assert "stood still for" in record.error
+                assert "has not responded for" in record.error
                 async with node.generate(request_of("late")) as late:
                     (refused,) = await late.rest()
                 assert isinstance(refused, Failed) and (refused.type, refused.retryable) == ("unavailable", True)

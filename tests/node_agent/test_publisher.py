@@ -115,7 +115,8 @@ def test_a_gateway_that_is_away_is_tried_until_it_is_back(
         await runner.cleanup()
 
     run_scenario(scenario())
-    assert [record.message for record in caplog.records] == ["gateway does not hear us", "gateway hears us"]
+    messages = [record.message for record in caplog.records]
+    assert messages == ["gateway does not accept reports", "gateway accepts reports"]
 
 
 class WatchedRegistry(RequestRegistry):

@@ -86,9 +86,9 @@ def fields(line: Line) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise line.error(error.colno, f"not JSON: {error.msg}") from None
     except RecursionError:
-        raise line.error(1, "not JSON that is read here: nested too deeply") from None
+        raise line.error(1, "JSON that is nested too deeply") from None
     except ValueError:
-        raise line.error(1, "not JSON that is read here: a number has thousands of digits") from None
+        raise line.error(1, "JSON with a number of thousands of digits") from None
     if not isinstance(value, dict):
         raise line.error(1, f"expected an object, found {type(value).__name__}")
     return value

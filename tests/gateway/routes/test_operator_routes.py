@@ -71,7 +71,9 @@ def test_records_of_another_version_or_size(reused: Running) -> None:
     for v in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
         reply = reused.nodes[0].publish(reused.url, v=v)
         assert reply.status_code == 400
-        assert reply.json()["error"]["message"] == f"message version {v} is not served; served: {PROTOCOL_VERSION}"
+        assert (
+            reply.json()["error"]["message"] == f"message version {v} is not supported; supported: {PROTOCOL_VERSION}"
+        )
     assert reused.nodes[0].publish(reused.url, error="x" * (5 << 20)).status_code == 413
 
 

@@ -121,5 +121,5 @@ def test_a_flood_leaves_another_function_its_places(gateway: Running, client: ht
         assert [future.result() for future in [*flood, kept]] == [200] * 3
     sums = client.patch("/functions/g", json={"reserved_concurrency": 3})
     assert (sums.status_code, sums.json()["error"]["message"]) == (
-        409, "reserved_concurrency: 4 in all, and the tenant may have 3 generations at once",
+        409, "reserved_concurrency: 4 in total, but the tenant may have 3 generations at once",
     )  # fmt: skip

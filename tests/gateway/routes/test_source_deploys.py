@@ -187,7 +187,7 @@ def test_a_file_that_is_written_anew_meanwhile_is_refused(
 
     sources = Sources(["s3://garnish-tests"], S3Limits(part=10_000))
     place = sources.place(f"{prefix}/runs/7")
-    with pytest.raises(InvalidRequest, match="written anew"):
+    with pytest.raises(InvalidRequest, match="was rewritten"):
         sources.copy(place, tmp_path, limit=1 << 30, deadline=time.monotonic() + 60, stop=Rewriting())
 
 

@@ -118,7 +118,7 @@ def test_an_activity_in_progress_is_waited_for(answered: tuple[AwsDriver, Stubbe
         ([group(Status="Delete in progress")], "is being deleted"),
         (
             [group(Tags=[{"Key": "garnish:service", "Value": "de"}, {"Key": "garnish:pool", "Value": "mo-l40s"}])],
-            "demo-l40s is that of the pool mo-l40s of the service de",
+            "demo-l40s belongs to the pool mo-l40s of the service de",
         ),
     ],
 )

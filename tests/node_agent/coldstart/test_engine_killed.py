@@ -1,13 +1,16 @@
-"""A node whose engine is killed while its CPU workers compute for a cold prompt: real processes, as they are run."""
+"""Engines that are killed while their CPU workers compute or are stopped: real processes, as they are run."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from adapters.base_model import load_base_model
@@ -16,9 +19,11 @@ from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.messages import Adapter, Done, Failed, Started, Token
 from cluster.news import NodeRecord
+from node_agent.adapter_memory.host_map import HostMap
+from node_agent.coldstart.shared import Layout, WorkerConfig
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
-from tests.node_agent.coldstart.pools import eventually, state
+from tests.node_agent.coldstart.pools import CORES, LONG, WIDTHS, eventually, state
 from tests.node_agent.served_node import run_scenario
 from tests.node_agent.test_supervisor import Supervised, supervised, wait_for_end
 from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
@@ -26,6 +31,7 @@ from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapte
 PROMPT = [1, *range(50, 62)]
 """short: its results have few bytes beside those of the weights, so that workers may take its layers"""
 COUNT = 5
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
 
 
@@ -105,3 +111,40 @@ def test_a_killed_engine_takes_its_workers_along(tmp_path: Path, stories_dir: Pa
             assert {engine, worker}.isdisjoint({node.pids["engine"], other})
 
     run_scenario(scenario())
+
+
+ENGINE = """
+import sys, torch
+from tests.node_agent.coldstart.pools import draw_x, drawn_case, hand_over, started
+case = drawn_case(torch.float32)
+with started(case, 1) as pool:
+    print(*pool.pids(), flush=True)
+    x = draw_x(96, 40, torch.float32)
+    while True:
+        handoff = hand_over(pool, x, 0, 0, "gate_up", 10)
+        if handoff is not None:
+            handoff.wait()
+            handoff.close()
+"""
+
+
+def test_a_stopped_worker_ends_with_a_killed_engine() -> None:
+    """The same as a running worker. Their memory has no name, so it goes with them."""
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    with engine.stdout as output:
+        pid = int(output.readline())
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: state(pid) == "T")
+    engine.kill()
+    engine.wait(LONG)
+    eventually(lambda: state(pid) in ("", "Z"))
+
+
+def test_a_worker_without_its_engine_does_not_start() -> None:
+    """Started by another than the engine that its settings name, it ends at once."""
+    host = HostMap(0, 64, 64, "float32", 0, 1, 1, 1)
+    config = msgspec.json.encode(WorkerConfig(1, 0, (CORES[0],), 1, 0, 0, Layout(1, 1, 8, WIDTHS, 0), host))
+    command = [sys.executable, "-m", "node_agent.coldstart.worker_process"]
+    done = subprocess.run(command, cwd=ROOT, input=config, capture_output=True, timeout=LONG)
+    assert done.returncode == 1 and b"parent process 1 is gone" in done.stderr

@@ -44,7 +44,7 @@ def test_a_written_profile_is_read_again(tmp_path: Path) -> None:
         ({"layer": ((16, 0.0),)}, "positive"),
         ({"link": LinkCost(0.0, 0.0)}, "link"),
         ({"cpu": CpuLora(-1.0, 0.0, 0.0)}, "cpu"),
-        ({"key": msgspec.structs.replace(KEY, threads=2)}, "made for"),
+        ({"key": msgspec.structs.replace(KEY, threads=2)}, "measured for"),
     ],
 )
 def test_a_profile_of_something_else_or_a_damaged_one_is_refused(

@@ -8,24 +8,19 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 
-from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.shared import Layout, WorkerConfig
 from node_agent.coldstart.workers import WorkerPool
 from tests.node_agent.coldstart.pools import (
     CORES,
     LONG,
-    WIDTHS,
     counted,
     draw_x,
     drawn_case,
@@ -39,7 +34,6 @@ from tests.node_agent.coldstart.pools import (
 from tests.support.host_case import HostCase
 from tests.support.worker_counters import counters_of
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="NOT RUN: two workers need two cores")
 
 
@@ -258,7 +252,7 @@ def test_all_slots_in_quarantine(case: HostCase) -> None:
             handoff = hand_over(pool, x, 0, 0, "qkv", 4)
             os.kill(pool.pids()[0], signal.SIGKILL)
             assert not handoff.wait(LONG)
-        with pytest.raises(RuntimeError, match="between a successful wait"):
+        with pytest.raises(RuntimeError, match="between a successful `wait`"):
             _ = handoff.outputs
         handoff.close()
         assert counters_of(pool).takeovers == 0
@@ -372,40 +366,3 @@ def _waits_in_a_read(pid: int) -> bool:
     """Its system call is read(2), number 0 on x86-64, of its eventfd."""
     call = Path(f"/proc/{pid}/syscall").read_text().split()
     return call[0] == "0" and "eventfd" in os.readlink(f"/proc/{pid}/fd/{int(call[1], 16)}")
-
-
-ENGINE = """
-import sys, torch
-from tests.node_agent.coldstart.pools import draw_x, drawn_case, hand_over, started
-case = drawn_case(torch.float32)
-with started(case, 1) as pool:
-    print(*pool.pids(), flush=True)
-    x = draw_x(96, 40, torch.float32)
-    while True:
-        handoff = hand_over(pool, x, 0, 0, "gate_up", 10)
-        if handoff is not None:
-            handoff.wait()
-            handoff.close()
-"""
-
-
-def test_a_stopped_worker_ends_with_a_killed_engine() -> None:
-    """As one that runs does (test_engine_killed.py). Their memory has no name, so it goes with them."""
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert engine.stdout is not None
-    with engine.stdout as output:
-        pid = int(output.readline())
-    os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: state(pid) == "T")
-    engine.kill()
-    engine.wait(LONG)
-    eventually(lambda: state(pid) in ("", "Z"))
-
-
-def test_a_worker_without_its_engine_does_not_start() -> None:
-    """Started by another than the engine that its settings name, it ends at once."""
-    host = HostMap(0, 64, 64, "float32", 0, 1, 1, 1)
-    config = msgspec.json.encode(WorkerConfig(1, 0, (CORES[0],), 1, 0, 0, Layout(1, 1, 8, WIDTHS, 0), host))
-    command = [sys.executable, "-m", "node_agent.coldstart.worker_process"]
-    done = subprocess.run(command, cwd=ROOT, input=config, capture_output=True, timeout=LONG)
-    assert done.returncode == 1 and b"parent process 1 is gone" in done.stderr

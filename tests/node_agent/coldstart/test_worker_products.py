@@ -179,12 +179,12 @@ def test_outputs_are_there_between_wait_and_close_only(world: World) -> None:
     _, pool = world
     handoff = hand_over(pool, draw_x(3, 40, pool.layout.torch_dtype), 0, 0, "qkv", 3)
     assert handoff is not None
-    with pytest.raises(RuntimeError, match="between a successful wait"):
+    with pytest.raises(RuntimeError, match="between a successful `wait`"):
         _ = handoff.outputs
     assert handoff.wait(LONG) and handoff.outputs
     handoff.close()
     handoff.close()
-    with pytest.raises(RuntimeError, match="between a successful wait"):
+    with pytest.raises(RuntimeError, match="between a successful `wait`"):
         _ = handoff.outputs
 
 
