@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
@@ -27,7 +26,7 @@ all."""
 class Tiers(Protocol):
     """Adapters of all tiers."""
 
-    device: OrderedDict[str, DeviceAdapter]
+    device: Mapping[str, DeviceAdapter]
     hosts: HostTier
     cache: DiskCache | None
 
