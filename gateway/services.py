@@ -30,6 +30,7 @@ from gateway.calls.breaker import Breakers
 from gateway.calls.chat_templates import ChatTemplates
 from gateway.calls.dispatch import Dispatcher, Generation
 from gateway.calls.migration import Migration
+from gateway.calls.late_nodes import LateNodes
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
@@ -158,7 +159,8 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
     residency = _make_residency(config, opened, metrics, functions, threads, node_calls)
-    dispatcher, migration = _make_dispatcher(config, metrics, opened, functions, residency)
+    late_nodes = LateNodes(shared.cluster, node_calls, fingerprint, monotonic)
+    dispatcher, migration = _make_dispatcher(config, metrics, opened, functions, residency, late_nodes)
     accounting, text = dispatcher.accounting, BaseText(Path(config.model_dir))
     inputs = InputProcessor(
         base=base,
@@ -192,7 +194,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     shared.peers.on_message, functions.on_change = changes.receive, changes.function_changed
     residency.on_provisioned = dispatcher.called.run
     windows = Windows(shared.link, accounting.last_hour, accounting.attainment, accounting.loads)
-    warming = Warming(shared.cluster, fingerprint, functions, node_calls, hold=residency.hold)
+    warming = Warming(shared.cluster, fingerprint, functions, node_calls, late_nodes, hold=residency.hold)
     deploys = DeploySlots(config)
     services = Services(
         calls=Calls(
@@ -250,6 +252,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
             record_rates=RecordRates(monotonic),
             breakers=dispatcher.router.breakers,
             hold=dispatcher.hold,
+            late_nodes=late_nodes,
             leases=shared.leases,
             windows=windows,
             metrics=metrics,
@@ -324,7 +327,12 @@ def _make_residency(
 
 
 def _make_dispatcher(
-    config: GatewayConfig, metrics: Metrics, opened: _Opened, functions: Functions, residency: Residency
+    config: GatewayConfig,
+    metrics: Metrics,
+    opened: _Opened,
+    functions: Functions,
+    residency: Residency,
+    late_nodes: LateNodes,
 ) -> tuple[Dispatcher, Migration | None]:
     """Returns the dispatcher, and the migration of its generations if the policy migrates. Raises UnknownPolicy."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
@@ -340,6 +348,7 @@ def _make_dispatcher(
             policy_name=config.policy,
             base=fingerprint,
             breakers=breakers,
+            late_nodes=late_nodes,
             metrics=metrics,
             loads=accounting.loads,
         ),
