@@ -29,8 +29,8 @@ from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
 from gateway.calls.chat_templates import ChatTemplates
 from gateway.calls.dispatch import Dispatcher, Generation
-from gateway.calls.migration import Migration
 from gateway.calls.late_nodes import LateNodes
+from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
