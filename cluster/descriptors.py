@@ -31,17 +31,17 @@ def raise_limit() -> int:
     Logs a warning if the limit stays below FEW.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
         except (OSError, ValueError) as error:
             log.warning("the limit of file descriptors can't be raised", extra={"limit": soft, "reason": str(error)})
     limit = current_limit()
     if limit < FEW:
         log.warning(
             "few file descriptors: raise the hard limit (LimitNOFILE in systemd, ulimit -Hn in a shell)",
-            extra={"limit": limit, "wanted": ENOUGH},
+            extra={"limit": limit, "target": ENOUGH},
         )
     return limit
 

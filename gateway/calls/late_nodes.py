@@ -26,7 +26,7 @@ ASK_SECONDS = 3.0
 """Maximum seconds for which a call waits for the answers of late nodes."""
 PAUSE_SECONDS = 1.0
 """Seconds after which a node that did not answer may be asked again. Meanwhile calls are refused at once."""
-MAX_ASKED = 16
+MAX_REQUESTED = 16
 """Maximum number of nodes that are asked at the same time."""
 
 log = logging.getLogger("gateway")
@@ -37,7 +37,7 @@ class LateNodes:
 
     def __init__(self, state: ClusterState, node_calls: NodeCalls, base: str, clock: Callable[[], float]) -> None:
         self._state, self._node_calls, self._base, self._clock = state, node_calls, base, clock
-        self._asked: dict[str, asyncio.Task[None]] = {}
+        self._requested: dict[str, asyncio.Task[None]] = {}
         """Questions without an answer so far, by node. All calls wait for the same ones."""
         self._silent_until: dict[str, float] = {}
         """Times until which nodes that did not answer are not asked again."""
@@ -50,8 +50,8 @@ class LateNodes:
             return True
         until = self._clock() + min(seconds, ASK_SECONDS)
         pending = self._ask_all(self._late(nodes, excluded))
-        while pending and (left := until - self._clock()) > 0:
-            _, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        while pending and (remaining := until - self._clock()) > 0:
+            _, pending = await asyncio.wait(pending, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
             if serving(await self._state.table(), self._base, excluded):
                 return True
         return False
@@ -72,9 +72,13 @@ class LateNodes:
         now = self._clock()
         self._silent_until = {node_id: until for node_id, until in self._silent_until.items() if until > now}
         for record in records:
-            if record.id not in self._asked and record.id not in self._silent_until and len(self._asked) < MAX_ASKED:
-                self._asked[record.id] = asyncio.create_task(self._ask(record))
-        return {self._asked[record.id] for record in records if record.id in self._asked}
+            if (
+                record.id not in self._requested
+                and record.id not in self._silent_until
+                and len(self._requested) < MAX_REQUESTED
+            ):
+                self._requested[record.id] = asyncio.create_task(self._ask(record))
+        return {self._requested[record.id] for record in records if record.id in self._requested}
 
     async def _ask(self, record: NodeRecord) -> None:
         """Asks one node for its record, and publishes that. Logs the reason if the node can't be asked."""
@@ -91,4 +95,4 @@ class LateNodes:
             reason = str(error) or type(error).__name__
             log.info("late node does not answer", extra={"node": record.id, "reason": reason})
         finally:
-            del self._asked[record.id]
+            del self._requested[record.id]
