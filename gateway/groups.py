@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gateway.calls.breaker import Breakers
     from gateway.calls.chat_templates import ChatTemplates
     from gateway.calls.dispatch import Dispatcher
+    from gateway.calls.late_nodes import LateNodes
     from gateway.calls.node_calls import NodeCalls
     from gateway.calls.request import InputProcessor
     from gateway.calls.scale_from_zero import FirstNodeWait
@@ -97,6 +98,7 @@ class Nodes:
     record_rates: RecordRates
     breakers: Breakers
     hold: FirstNodeWait
+    late_nodes: LateNodes
     leases: Leases
     windows: Windows
     metrics: Metrics

@@ -20,6 +20,7 @@ from gateway.batches.runner import make_batches
 from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
 from gateway.calls.dispatch import Dispatcher, Generation
+from gateway.calls.late_nodes import LateNodes
 from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
@@ -112,6 +113,7 @@ class _Traffic:
     """Parts that route calls to nodes, and prepare nodes for calls."""
 
     node_calls: NodeCalls
+    late_nodes: LateNodes
     residency: Residency
     dispatcher: Dispatcher
     migration: Migration | None
@@ -192,10 +194,11 @@ def _make_records(opened: Opened) -> _Records:
 
 def _make_traffic(opened: Opened, records: _Records) -> _Traffic:
     """Makes the parts, and connects those that report changes to each other. Raises UnknownPolicy."""
-    shared = opened.shared
+    shared, base = opened.shared, opened.base.fingerprint
     node_calls = NodeCalls(opened.session, opened.secret, connect=opened.config.connect_seconds)
+    late_nodes = LateNodes(shared.cluster, node_calls, base, monotonic)
     residency = _make_residency(opened, records, node_calls)
-    dispatcher, migration = _make_dispatcher(opened, records.functions, residency)
+    dispatcher, migration = _make_dispatcher(opened, records.functions, residency, late_nodes)
     changes = Changes(
         store=opened.store,
         threads=records.threads,
@@ -210,14 +213,15 @@ def _make_traffic(opened: Opened, records: _Records) -> _Traffic:
     records.name_watch.on_mark, records.name_watch.forget_all = changes.read_mark, changes.forget_all
     shared.peers.on_message, records.functions.on_change = changes.receive, changes.function_changed
     residency.on_provisioned = dispatcher.called.run
-    accounting, base = dispatcher.accounting, opened.base.fingerprint
+    accounting = dispatcher.accounting
     return _Traffic(
         node_calls=node_calls,
+        late_nodes=late_nodes,
         residency=residency,
         dispatcher=dispatcher,
         migration=migration,
         windows=Windows(shared.link, accounting.last_hour, accounting.attainment, accounting.loads),
-        warming=Warming(shared.cluster, base, records.functions, node_calls, hold=residency.hold),
+        warming=Warming(shared.cluster, base, records.functions, node_calls, late_nodes, hold=residency.hold),
         changes=changes,
     )
 
@@ -305,6 +309,7 @@ def _make_nodes(opened: Opened, records: _Records, traffic: _Traffic) -> Nodes:
         record_rates=RecordRates(monotonic),
         breakers=traffic.dispatcher.router.breakers,
         hold=traffic.dispatcher.hold,
+        late_nodes=traffic.late_nodes,
         leases=opened.shared.leases,
         windows=traffic.windows,
         metrics=opened.metrics,
@@ -370,7 +375,9 @@ def _make_residency(opened: Opened, records: _Records, node_calls: NodeCalls) ->
     return Residency(shared.residency, shared.cluster, base, records.functions, parts, clock=monotonic, unix=time)
 
 
-def _make_dispatcher(opened: Opened, functions: Functions, residency: Residency) -> tuple[Dispatcher, Migration | None]:
+def _make_dispatcher(
+    opened: Opened, functions: Functions, residency: Residency, late_nodes: LateNodes
+) -> tuple[Dispatcher, Migration | None]:
     """Returns the dispatcher, and the migration of its generations if the policy migrates. Raises UnknownPolicy."""
     config, metrics, shared, fingerprint = opened.config, opened.metrics, opened.shared, opened.base.fingerprint
     breakers, policy = Breakers(monotonic, metrics.count_opened_circuit), make_policy(config.policy)
@@ -385,6 +392,7 @@ def _make_dispatcher(opened: Opened, functions: Functions, residency: Residency)
             policy_name=config.policy,
             base=fingerprint,
             breakers=breakers,
+            late_nodes=late_nodes,
             metrics=metrics,
             loads=accounting.loads,
         ),
