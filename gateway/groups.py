@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from gateway.calls.request import InputProcessor
     from gateway.calls.scale_from_zero import FirstNodeWait
     from gateway.catalog.callers import Callers
-    from gateway.catalog.deploy_slots import DeploySlots
     from gateway.catalog.functions import Functions
     from gateway.catalog.store_probe import StoreProbe
     from gateway.catalog.threads import LeavableThreads, StoreThreads
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from gateway.config import GatewayConfig
     from gateway.events.calls import EventCalls
     from gateway.events.events import Events
+    from gateway.places.pools import Pools
     from gateway.residency.residency import Residency
     from gateway.residency.warming import Warming
     from gateway.usage.ledger import UsageLedger
@@ -55,7 +55,7 @@ class Calls:
     event_calls: EventCalls
     batches: Batches
     callers: Callers
-    uploads: DeploySlots
+    pools: Pools
     registry: Registry
     threads: StoreThreads
     peers: Peers
@@ -73,7 +73,7 @@ class Catalog:
     functions: Functions
     changes: Changes
     templates: ChatTemplates
-    deploys: DeploySlots
+    pools: Pools
     sources: Sources
     source_threads: LeavableThreads
     cluster: ClusterState

@@ -37,12 +37,11 @@ from gateway.calls.request import InputProcessor
 from gateway.calls.routing import Router
 from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
-from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions
 from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
-from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
+from gateway.catalog.threads import LeavableThreads, StoreThreads
 from gateway.changes import Changes
 from gateway.config import GatewayConfig, usage_directory
 from gateway.events.calls import EventCalls
@@ -55,6 +54,7 @@ from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
 from gateway.leader.tick import Job
+from gateway.places.pools import Pools
 from gateway.residency.history import CallHistory
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
@@ -74,10 +74,6 @@ from gateway.workers.metrics import Metrics
 from gateway.workers.peers import DigestCalled
 from gateway.workers.windows import Windows
 
-TEXT_THREADS = 2
-SOURCE_THREADS = 4
-EVENT_THREADS = 8
-"""Number of threads that write asynchronous calls to the store, and so the maximum of concurrent writes."""
 CLOCK_SECONDS = 60.0
 """Difference between the clocks of this host and the store, in seconds, above which a warning is logged."""
 
@@ -108,6 +104,7 @@ class _Opened:
     """Parts of the gateway that are opened first, because they need files, the store, or connections to other
     processes."""
 
+    pools: Pools
     base: BaseModel
     inspector: Inspector
     templates: ChatTemplates
@@ -130,10 +127,10 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
     await asyncio.to_thread(_compare_clocks, store)
-    secret = read_secret(Path(config.secret_file))
+    secret, pools = read_secret(Path(config.secret_file)), Pools(config, metrics.registry)
     with (
         closing(Inspector(base)) as inspector,
-        closing(ChatTemplates()) as templates,
+        closing(ChatTemplates(pools["templates"])) as templates,
         closing(RemoteTrainer()) as trainer,
     ):
         async with (
@@ -142,7 +139,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             open_shared(config, secret) as shared,
             AsyncExitStack() as running,
         ):
-            opened = _Opened(base, inspector, templates, trainer, store, secret, usage, session, shared)
+            opened = _Opened(pools, base, inspector, templates, trainer, store, secret, usage, session, shared)
             yield await _start(config, metrics, opened, running)
 
 
@@ -151,10 +148,10 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     the services."""
     shared, store, base, fingerprint = opened.shared, opened.store, opened.base, opened.base.fingerprint
     registry, tenants = Registry(store, base, opened.inspector.inspect), Tenants(store)
-    # Deploys take long. With these extra threads a rollback always finds a free one.
-    threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
+    pools = opened.pools
+    threads = StoreThreads(config.store_seconds, pools["store_writes"], pools["store_reads"])
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
-    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
+    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed, pools["rebuilds"])
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
     residency = _make_residency(config, opened, metrics, functions, threads, node_calls)
@@ -163,7 +160,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     inputs = InputProcessor(
         base=base,
         text=text,
-        text_threads=LeavableThreads(TEXT_THREADS),
+        text_threads=LeavableThreads(pools["texts"]),
         templates=opened.templates,
         functions=functions,
         callers=callers,
@@ -174,7 +171,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     )
     events = Events(
         EventStore(store, EventMetrics(metrics.registry)),
-        StoreThreads(config.store_seconds, EVENT_THREADS),
+        StoreThreads(config.store_seconds, pools["event_writes"], pools["event_reads"]),
         shared.events,
     )
     changes = Changes(
@@ -193,7 +190,6 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     residency.on_provisioned = dispatcher.called.run
     windows = Windows(shared.link, accounting.last_hour, accounting.attainment, accounting.loads)
     warming = Warming(shared.cluster, fingerprint, functions, node_calls, hold=residency.hold)
-    deploys = DeploySlots(config)
     services = Services(
         calls=Calls(
             config=config,
@@ -207,6 +203,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
                 webhook_hosts=config.webhook_hosts,
                 store=store,
                 threads=threads,
+                pools=pools,
             ),
             batches=make_batches(
                 store,
@@ -216,9 +213,10 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
                 name=worker_name(),
                 registry=metrics.registry,
                 unix=events.clock.now,
+                places=pools["batch_store"],
             ),
             callers=callers,
-            uploads=deploys,
+            pools=pools,
             registry=registry,
             threads=threads,
             peers=shared.peers,
@@ -232,9 +230,9 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
             functions=functions,
             changes=changes,
             templates=opened.templates,
-            deploys=deploys,
+            pools=pools,
             sources=Sources(config.allowed_sources),
-            source_threads=LeavableThreads(SOURCE_THREADS),
+            source_threads=LeavableThreads(pools["sources"]),
             cluster=shared.cluster,
             called=dispatcher.called,
             windows=windows,

@@ -31,6 +31,7 @@ from gateway.events.webhook_secrets import read_secrets
 from gateway.events.webhooks import Webhooks
 from gateway.events.worker import NotKnownHere, Worker
 from gateway.http.stopwatch import Stopwatch
+from gateway.places.pools import Pools
 from gateway.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 
 IDEMPOTENCY_HEADER = "idempotency-key"
@@ -51,6 +52,7 @@ class EventCalls:
     """Hosts to which webhooks of all tenants may be sent."""
     store: ObjectStore
     threads: StoreThreads
+    pools: Pools
 
     async def accept(
         self,
@@ -120,8 +122,10 @@ class EventCalls:
                 return Policy()
             return choices[0].version.policy
 
-        events, webhooks = self.events, Webhooks(self._webhook_hosts)
-        async with Worker(events, self.execute, Deliveries(events, webhooks, policy_of), can_run).running():
+        pools, runs = self.pools, self.pools["event_runs"].pool
+        webhooks = Webhooks(self._webhook_hosts, pools["webhooks"], pools["webhook_names"])
+        deliveries = Deliveries(self.events, webhooks, policy_of, pools["destinations"])
+        async with Worker(self.events, self.execute, deliveries, can_run, runs).running():
             yield
 
     async def _webhook_hosts(self, tenant: str) -> WebhookHosts:

@@ -22,10 +22,11 @@ from gateway.http.errors import is_unexpected, to_service_error
 from gateway.jobs.job_store import Marker, Stored
 from gateway.jobs.poller import NoCapacity, Poller, PollResult
 from gateway.jobs.windows import Function
+from gateway.places.places import Pool
 
-AT_ONCE = 32
-"""Maximum events that one worker runs at once."""
-DELIVERIES_AT_ONCE = 16
+DELIVERIES_AT_ONCE = 64
+"""Maximum deliveries that one worker handles at once. This is more than the places for webhooks and for destinations
+together, so that neither keeps the other waiting."""
 IDLE_S = 5.0
 """Seconds between two polls while the worker is idle. Without Redis, this delays events from other hosts."""
 BEAT_S = 10.0
@@ -51,17 +52,23 @@ class NotKnownHere(ServiceError):
 class Worker:
     """Worker of one gateway process.
 
-    `execute` runs a call, and raises its error. `can_run` returns whether a node can run calls now.
+    `execute` runs a call, and raises its error. `can_run` returns whether a node can run calls now. `runs`: size of the
+    pool of running events.
     """
 
     def __init__(
-        self, events: Events, execute: Execute, deliveries: Deliveries, can_run: Callable[[], Awaitable[bool]]
+        self,
+        events: Events,
+        execute: Execute,
+        deliveries: Deliveries,
+        can_run: Callable[[], Awaitable[bool]],
+        runs: Pool,
     ) -> None:
         self.name = secrets.token_hex(6)
         self._events = events
         self._execute = execute
         self._can_run = can_run
-        self._runs = event_poller(events, "queued", self._run, at_once=AT_ONCE)
+        self._runs = event_poller(events, "queued", self._run, at_once=runs.size, per_tenant=runs.per_tenant)
         self._deliveries = event_poller(events, DELIVERING, deliveries.deliver, at_once=DELIVERIES_AT_ONCE)
         self._executions: dict[str, tuple[Stored[EventRecord], asyncio.Task[InvokeReply]]] = {}
         self._stopping = False
@@ -190,10 +197,15 @@ class Worker:
 
 
 def event_poller(
-    events: Events, index: str, handle: Callable[[Stored[EventRecord]], Awaitable[float | None]], *, at_once: int
+    events: Events,
+    index: str,
+    handle: Callable[[Stored[EventRecord]], Awaitable[float | None]],
+    *,
+    at_once: int,
+    per_tenant: int | None = None,
 ) -> Poller[EventRecord]:
-    """Returns a poller of the events in `index`. `events` wakes the poller when an event may be due. `handle` and
-    `at_once`: as in Poller."""
+    """Returns a poller of the events in `index`. `events` wakes the poller when an event may be due. `handle`,
+    `at_once` and `per_tenant`: as in Poller."""
 
     async def poll(after: str, closed: Collection[Function]) -> PollResult:
         return await events.threads.read(events.store.poll, index, after, await events.clock.now(), closed)
@@ -201,6 +213,6 @@ def event_poller(
     async def owner(marker: Marker) -> Stored[EventRecord] | None:
         return await events.threads.read(events.store.owner, marker)
 
-    poller = Poller("event", poll, owner, handle, at_once=at_once, idle_s=IDLE_S)
+    poller = Poller("event", poll, owner, handle, at_once=at_once, idle_s=IDLE_S, per_tenant=per_tenant)
     events.wakes.append(poller.wake)
     return poller

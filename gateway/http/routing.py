@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
 from gateway.http.stopwatch import Stopwatch
+from gateway.places.places import SERVICE, owner_now
 
 G = TypeVar("G")
 H = TypeVar("H")
@@ -157,7 +158,9 @@ class Routes(list[Operation], Generic[G]):
         """Declares a route for a tenant's key, or for an admin key that names a tenant."""
 
         async def enter(request: Request) -> tuple[G, str]:
-            return self.group(request), await _authenticator(request).tenant(request)
+            tenant = await _authenticator(request).tenant(request)
+            owner_now.set(tenant)
+            return self.group(request), tenant
 
         return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, (TENANT,))
 
@@ -168,6 +171,7 @@ class Routes(list[Operation], Generic[G]):
             watch = Stopwatch()
             tenant = await _authenticator(request).tenant(request)
             watch.lap("auth")
+            owner_now.set(tenant)
             return self.group(request), tenant, watch
 
         return self._declare(enter, target, summary, replies, details, CALL_ERRORS, (TENANT, SESSION))
@@ -189,7 +193,9 @@ class Routes(list[Operation], Generic[G]):
         """Declares a route for any key. The handler gets the caller, so it can show more to admin keys."""
 
         async def enter(request: Request) -> tuple[G, Caller]:
-            return self.group(request), await _authenticator(request).caller(request)
+            caller = await _authenticator(request).caller(request)
+            owner_now.set(caller.tenant or SERVICE)
+            return self.group(request), caller
 
         return self._declare(enter, target, summary, replies, details, KEY_ERRORS)
 
