@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 
 import jinja2
 import pytest
@@ -37,7 +38,7 @@ PRINTS = (
 def printed(template: str) -> str:
     """Returns the template's text, or its error's, which callers see as well."""
     try:
-        return render(compile_template(template), MESSAGES, {"bos_token": "<s>"}, answer=True)
+        return render(compile_template(template), deepcopy(MESSAGES), {"bos_token": "<s>"}, answer=True)
     except (*ERRORS, jinja2.TemplateError, RecursionError, OverflowError) as error:
         return str(error)
 
