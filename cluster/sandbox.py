@@ -106,8 +106,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, filters: Mapping[str, Callable[..., Any]], functions: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         self.filters = {name: _with_plain_results(each) for name, each in {**self.filters, **filters}.items()}
-        named = {**self.globals, **functions, "cycler": PlainCycler, "joiner": PlainJoiner}
-        self.globals.update({name: plain(value) for name, value in named.items()})
+        by_name = {**self.globals, **functions, "cycler": PlainCycler, "joiner": PlainJoiner}
+        self.globals.update({name: plain(value) for name, value in by_name.items()})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         return plain(super().getattr(obj, attribute))

@@ -122,10 +122,10 @@ class EventCalls:
                 return Policy()
             return choices[0].version.policy
 
-        pools, runs = self.pools, self.pools["event_runs"].pool
+        pools = self.pools
         webhooks = Webhooks(self._webhook_hosts, pools["webhooks"], pools["webhook_names"])
         deliveries = Deliveries(self.events, webhooks, policy_of, pools["destinations"])
-        async with Worker(self.events, self.execute, deliveries, can_run, runs).running():
+        async with Worker(self.events, self.execute, deliveries, can_run, pools["event_runs"]).running():
             yield
 
     async def _webhook_hosts(self, tenant: str) -> WebhookHosts:

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from time import monotonic
 
 from adapters.errors import StoreUnavailable
@@ -20,9 +21,9 @@ from gateway.events.records import DELIVERING, EventRecord
 from gateway.events.transitions import REFUSED, STOPPED, claimed, expired, failed, postponed, retried, succeeded
 from gateway.http.errors import is_unexpected, to_service_error
 from gateway.jobs.job_store import Marker, Stored
-from gateway.jobs.poller import NoCapacity, Poller, PollResult
+from gateway.jobs.poller import NoCapacity, NoPlace, Poller, PollResult
 from gateway.jobs.windows import Function
-from gateway.places.places import Pool
+from gateway.places.places import Places
 
 DELIVERIES_AT_ONCE = 64
 """Maximum deliveries that one worker handles at once. This is more than the places for webhooks and for destinations
@@ -52,8 +53,8 @@ class NotKnownHere(ServiceError):
 class Worker:
     """Worker of one gateway process.
 
-    `execute` runs a call, and raises its error. `can_run` returns whether a node can run calls now. `runs`: size of the
-    pool of running events.
+    `execute` runs a call, and raises its error. `can_run` returns whether a node can run calls now. `places`: for
+    running events.
     """
 
     def __init__(
@@ -62,13 +63,15 @@ class Worker:
         execute: Execute,
         deliveries: Deliveries,
         can_run: Callable[[], Awaitable[bool]],
-        runs: Pool,
+        places: Places,
     ) -> None:
         self.name = secrets.token_hex(6)
         self._events = events
         self._execute = execute
-        self._can_run = can_run
-        self._runs = event_poller(events, "queued", self._run, at_once=runs.size, per_tenant=runs.per_tenant)
+        self._can_run, self._places = can_run, places
+        self._runs = event_poller(
+            events, "queued", self._run, at_once=places.pool.size, per_tenant=places.pool.per_tenant
+        )
         self._deliveries = event_poller(events, DELIVERING, deliveries.deliver, at_once=DELIVERIES_AT_ONCE)
         self._executions: dict[str, tuple[Stored[EventRecord], asyncio.Task[InvokeReply]]] = {}
         self._stopping = False
@@ -129,10 +132,18 @@ class Worker:
             self._executions[event_id][1].cancel()
 
     async def _run(self, stored: Stored[EventRecord]) -> float | None:
-        """Claims and runs an event. Raises NoCapacity.
+        """Claims and runs an event. Raises NoCapacity, and NoPlace if its tenant has no free place.
 
         Returns the seconds after which a refused event may be accepted; None if it was not refused.
         """
+        tenant = stored.record.tenant
+        if not self._places.has_room(tenant):
+            raise NoPlace(partial(self._places.has_room, tenant))
+        with self._places.hold_now(tenant):
+            return await self._run_here(stored)
+
+    async def _run_here(self, stored: Stored[EventRecord]) -> float | None:
+        """Claims and runs an event, as in `_run`. The caller holds a place."""
         events, now = self._events, await self._events.clock.now()
         if now > stored.record.deadline:
             await events.threads.write(events.store.change, stored, expired(stored.record, now))

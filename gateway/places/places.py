@@ -29,7 +29,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     work: str
-    """What holds a place, in the plural, for messages to callers."""
+    """Name of the work that holds places, in the plural, for messages to callers."""
     size: int
     per_tenant: int
     """Maximum places of one tenant."""
@@ -51,13 +51,13 @@ class Places:
         self.pool = pool
         self._on_change = on_change
         self._free = pool.size
-        self._held: dict[str, int] = {}
+        self._in_use_by: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Waiting work by owner."""
         self._turns: dict[str, int] = {}
         """Number of the last place that each owner got, of those that hold places or wait. Places are numbered as they
         are given."""
-        self._given = 0
+        self._last_number = 0
 
     @property
     def in_use(self) -> int:
@@ -69,10 +69,10 @@ class Places:
 
     def has_room(self, owner: str) -> bool:
         """Returns whether the owner would get a place at once."""
-        held = self._held.get(owner, 0)
-        if owner == SERVICE or not held:
+        in_use = self._in_use_by.get(owner, 0)
+        if owner == SERVICE or not in_use:
             return self._free > 0
-        return held < self.pool.per_tenant and self._free > 1
+        return in_use < self.pool.per_tenant and self._free > 1
 
     @contextmanager
     def hold_now(self, owner: str) -> Iterator[None]:
@@ -111,16 +111,16 @@ class Places:
         queue = self._waiting.setdefault(owner, deque())
         if owner != SERVICE and len(queue) >= self.pool.waiting:
             raise self._refusal(owner)
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        granted = asyncio.get_running_loop().create_future()
+        queue.append(granted)
         self._on_change(self, False)
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if granted.done() and not granted.cancelled():
                 self.release(owner)
-            elif turn in queue:
-                queue.remove(turn)
+            elif granted in queue:
+                queue.remove(granted)
                 self._forget_queue(owner)
                 self._on_change(self, False)
             raise
@@ -128,31 +128,31 @@ class Places:
     def release(self, owner: str) -> None:
         """Gives back a place, and grants the free places to those who wait."""
         self._free += 1
-        self._held[owner] -= 1
-        if not self._held[owner]:
-            del self._held[owner]
+        self._in_use_by[owner] -= 1
+        if not self._in_use_by[owner]:
+            del self._in_use_by[owner]
         self._grant()
-        if owner not in self._held and owner not in self._waiting:
+        if owner not in self._in_use_by and owner not in self._waiting:
             self._turns.pop(owner, None)
         self._on_change(self, False)
 
     def _take(self, owner: str) -> None:
         self._free -= 1
-        self._held[owner] = self._held.get(owner, 0) + 1
-        self._given += 1
-        self._turns[owner] = self._given
+        self._in_use_by[owner] = self._in_use_by.get(owner, 0) + 1
+        self._last_number += 1
+        self._turns[owner] = self._last_number
         self._on_change(self, False)
 
     def _grant(self) -> None:
         """Grants free places: first to the owner that holds the fewest, and among equals to the one whose last turn is
         the longest ago."""
         while eligible := [owner for owner in self._waiting if self.has_room(owner)]:
-            owner = min(eligible, key=lambda owner: (self._held.get(owner, 0), self._turns.get(owner, 0)))
-            turn = self._waiting[owner].popleft()
+            owner = min(eligible, key=lambda owner: (self._in_use_by.get(owner, 0), self._turns.get(owner, 0)))
+            granted = self._waiting[owner].popleft()
             self._forget_queue(owner)
-            if not turn.done():  # a cancelled one has no need of its turn
+            if not granted.done():  # a cancelled one has no need of its turn
                 self._take(owner)
-                turn.set_result(None)
+                granted.set_result(None)
 
     def _forget_queue(self, owner: str) -> None:
         if not self._waiting.get(owner, True):
@@ -161,9 +161,9 @@ class Places:
     def _refusal(self, owner: str) -> ServiceError:
         self._forget_queue(owner)
         self._on_change(self, True)
-        pool, held = self.pool, self._held.get(owner, 0)
-        if held:
-            why = f"you have {held} {pool.work} under way already, and may have {pool.per_tenant} at once"
+        pool, in_use = self.pool, self._in_use_by.get(owner, 0)
+        if in_use:
+            why = f"you have {in_use} {pool.work} under way already, and may have {pool.per_tenant} at once"
         else:
             why = f"all {pool.size} places for {pool.work} are taken by other tenants"
         return ServiceError("overloaded", f"{why}; try again later", retry_after=RETRY_AFTER_S)

@@ -71,9 +71,9 @@ class ResidencyOrders:
         ids = {node.id for node in nodes}
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing = {id: None for id in self._failing if id in ids}
-        due = {node.id: node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))}
-        others = sorted((node for node in due.values() if node.id not in self._failing), key=self._is_unknown)
-        failing, until = [due[id] for id in self._failing if id in due], self._clock() + ANSWER_SECONDS
+        scheduled = {node.id: node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))}
+        answering = sorted((node for node in scheduled.values() if node.id not in self._failing), key=self._is_unknown)
+        failing, until = [scheduled[id] for id in self._failing if id in scheduled], self._clock() + ANSWER_SECONDS
 
         async def order(node: NodeRecord) -> None:
             async with self._place(SERVICE):
@@ -85,7 +85,7 @@ class ResidencyOrders:
                     await self._order(tick, node, orders.get(node.id, NOTHING))
 
         async with asyncio.TaskGroup() as tasks:
-            for node in others:
+            for node in answering:
                 tasks.create_task(order(node))
             for node in failing:
                 tasks.create_task(order_failing(node))

@@ -76,7 +76,7 @@ class LoaderThreads:
         self._jobs: list[Job] = []
         self._turns: dict[str, int] = {}
         """number of the last piece of work of each tenant that has jobs"""
-        self._taken = 0
+        self._last_number = 0
         self._threads: list[threading.Thread] = []
         self._idle = 0
 
@@ -149,7 +149,7 @@ class LoaderThreads:
             work = self._take_once()
             self._jobs = [job for job in self._jobs if not job.over]
         tenants = {job.load.tenant for job in self._jobs}
-        self._turns = {tenant: turn for tenant, turn in self._turns.items() if tenant in tenants}
+        self._turns = {tenant: number for tenant, number in self._turns.items() if tenant in tenants}
         return work
 
     def _take_once(self) -> Callable[[], None] | None:
@@ -157,8 +157,8 @@ class LoaderThreads:
         for job in sorted(self._jobs, key=lambda job: (not job.load.leased, self._turns.get(job.load.tenant, 0))):
             work = job.take(now, is_blocked=job.load.priority > first)
             if work is not None:
-                self._taken += 1
-                self._turns[job.load.tenant] = self._taken
+                self._last_number += 1
+                self._turns[job.load.tenant] = self._last_number
                 self._jobs.remove(job)
                 self._jobs.append(job)
                 return work

@@ -151,9 +151,6 @@ async def no_hosts(_tenant: str) -> WebhookHosts:
     return parse_webhook_hosts(())
 
 
-RUNS = Pool(name="event_runs", work="asynchronous calls", size=32, per_tenant=31, hold_s=60.0)
-
-
 def open_events(store: LocalStore, **options: Any) -> Events:
     return Events(EventStore(store), StoreThreads(10.0, 4), make_channel(None), **options)
 
@@ -179,7 +176,7 @@ def make_worker(world: World, events: Events, failing: Callable[[str, int], Serv
         return msgspec.structs.replace(RESULT, id=event.id)
 
     deliveries = Deliveries(events, webhooks_to(no_hosts), no_policy, places(16, 4))
-    return Worker(events, execute, deliveries, always, RUNS)
+    return Worker(events, execute, deliveries, always, places(32, 31))
 
 
 async def always() -> bool:

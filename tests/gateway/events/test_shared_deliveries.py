@@ -18,7 +18,6 @@ from gateway.events.records import EventRecord
 from gateway.events.transitions import claimed, succeeded
 from gateway.events.webhook_secrets import add_secret
 from gateway.events.worker import Worker
-from gateway.places.places import Pool
 from gateway.webhook_hosts import WebhookHosts, parse_webhook_hosts
 
 HANGING = 40
@@ -78,8 +77,7 @@ def test_hanging_webhooks_delay_neither_webhooks_nor_destinations_of_others(
                 raise AssertionError
 
             executed = asyncio.Event()
-            runs = Pool(name="event_runs", work="calls", size=4, per_tenant=1, hold_s=1.0)
-            worker = Worker(events, execute, deliveries, always, runs)  # type: ignore[arg-type]
+            worker = Worker(events, execute, deliveries, always, places(4, 1))  # type: ignore[arg-type]
             async with worker.running(), asyncio.timeout(60):
                 while len(hung) < 4 * attackers:  # noqa: ASYNC110 - the connections come one by one
                     await asyncio.sleep(0.01)
