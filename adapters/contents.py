@@ -17,7 +17,8 @@ from pathlib import Path
 
 from adapters.artifact import READ_BYTES, artifact_key, artifact_problem, write_artifact
 from adapters.base_model import BaseModel
-from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, NotFound, StoreUnavailable
+from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, NotFound
+from adapters.full_disk import store_error
 from adapters.functions import Manifest
 from adapters.store import ObjectStore
 from adapters.validate import Inspection, LoraLayout, check_values, file_sha256
@@ -169,12 +170,12 @@ class Contents:
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
     """Yields a folder for temporary files, which is removed afterwards. Converts OSError (a full or broken disk) to
-    StoreUnavailable."""
+    StoreFull or StoreUnavailable."""
     try:
         with tempfile.TemporaryDirectory(prefix="garnish-") as folder:
             yield Path(folder)
     except OSError as error:
-        raise StoreUnavailable(f"temporary files can't be used ({error.strerror or 'I/O error'})") from error
+        raise store_error(error, "temporary files can't be used") from error
 
 
 def _copy(error: Unmakeable) -> Unmakeable:

@@ -39,8 +39,9 @@ def check_destination(destination: Destination | None, field: str) -> None:
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        parts.port  # noqa: B018  # raises ValueError for what is no port
-    except ValueError:
+        if parts.port == 0:
+            return False
+    except ValueError:  # also for what is no port
         return False
     plain = text.isascii() and text.isprintable() and " " not in text
     return plain and parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc

@@ -85,6 +85,11 @@ class StoreUnavailable(AdapterError):
     """The object store can't be reached, is full, or did not answer in time. Retrying the call may succeed."""
 
 
+class StoreFull(StoreUnavailable):
+    """There is no room to store anything, or the disk is read-only. What was to be stored was not; reads still work.
+    Retrying the call succeeds once the operator has made room."""
+
+
 class CorruptRecord(StoreUnavailable):
     """A record in the registry is unreadable: an operator has to repair it."""
 

@@ -17,6 +17,7 @@ from stat import S_ISREG
 from typing import BinaryIO
 
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
+from adapters.full_disk import is_full, store_error
 from adapters.store import MAX_LIST, Arrived, Object, ObjectInfo, check_key
 
 LOCK_SECONDS = 10.0
@@ -50,7 +51,12 @@ class LocalStore:
 
     def now(self) -> float:
         with _translated():
-            fd = os.open(self._locks / "clock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(self._locks / "clock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                if is_full(error):
+                    return time.time()  # nothing can be stored with this time, but gateways start and serve
+                raise
             try:
                 os.utime(fd)  # the file system's host sets the time
                 return os.fstat(fd).st_mtime
@@ -265,11 +271,12 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Converts OSError to StoreUnavailable. The error's text may contain paths, so it stays in the cause."""
+    """Converts OSError to StoreFull or StoreUnavailable. The error's text may contain paths, so it stays in the
+    cause."""
     try:
         yield
     except OSError as error:
-        raise StoreUnavailable(f"the registry's directory can't be used ({error.strerror or 'I/O error'})") from error
+        raise store_error(error, "the registry's directory can't be used") from error
 
 
 def _copy(data: bytes | Path, out: BinaryIO) -> str:

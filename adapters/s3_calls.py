@@ -23,7 +23,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from adapters.errors import StoreUnavailable
+from adapters.errors import StoreFull, StoreUnavailable
 from adapters.store import Arrived
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ READ_BYTES = 256 << 10
 ANSWERS = (404, 412, 416)
 """HTTP statuses that are about the object, and are left to the caller."""
 CONFLICTS = ("ConditionalRequestConflict", "OperationAborted")
+FULL = ("XMinioStorageFull", "QuotaExceeded", "InsufficientStorage")
+"""Error codes of servers without room; Amazon's has none."""
 NOT_DONE = ("SlowDown", "ServiceUnavailable", "RequestTimeout", *CONFLICTS)
 """Error codes of requests that S3 did not perform, and that may succeed later."""
 
@@ -141,6 +143,8 @@ class S3Calls:
                 raise Refused(status, code, doubt=doubt) from error
             if code in NOT_DONE or status == 429:
                 return doubt
+            if status == 507 or code in FULL:
+                raise StoreFull(f"bucket {self.bucket} has no room: {describe(error)}") from error
             if status < 500 or status == 501:
                 hint = "; set this host's clock" if code == "RequestTimeTooSkewed" else ""
                 raise StoreUnavailable(f"bucket {self.bucket} refuses the request: {describe(error)}{hint}") from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from adapters.errors import InvalidRequest, StoreUnavailable, TooLarge
+from adapters.full_disk import store_error
 from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.s3_url import S3Place, parse_s3_url
 
@@ -69,7 +70,7 @@ class Sources:
             copy.file(weights, limit)
             return SourceFiles(config.read_bytes(), weights)
         except OSError as error:
-            raise StoreUnavailable(f"temporary files can't be used ({error.strerror or 'I/O error'})") from error
+            raise store_error(error, "temporary files can't be used") from error
 
     def _calls(self, bucket: str) -> S3Calls:
         from adapters.s3_calls import S3Calls, S3Limits  # imported late: few gateways need boto3

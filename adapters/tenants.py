@@ -42,9 +42,11 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of a tenant; None: not limited."""
+    """Limits of a tenant; None: not limited. Limits of work outside calls have defaults, so that no tenant is without
+    them."""
 
     rps: Positive | None = None
+    """Calls per second, asynchronous ones when they are submitted."""
     tokens_per_minute: Positive | None = None
     concurrent: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     """Maximum number of choices generated at once."""
@@ -52,6 +54,16 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """Maximum number of versions, over all functions."""
     bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
     """Maximum total size of the versions' tensors as served, in bytes."""
+    text_bytes_per_second: Positive = 512 << 10
+    """Bytes per second of the bodies that /tokenize and /detokenize convert."""
+    reads_per_second: Positive = 1000
+    """Requests per second that show something. A list of many entries counts as 10."""
+    writes_per_second: Positive = 100
+    """Requests per second that change something, other than calls."""
+    stored_calls: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] = 50_000
+    """Maximum number of stored asynchronous calls, including those that have ended and are still kept."""
+    stored_call_bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] = 4 << 30
+    """Maximum total size of the records of stored asynchronous calls, in bytes."""
 
 
 class Hold(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 STATUS = {
@@ -23,15 +24,19 @@ STATUS = {
     "node_failed": 502,
     "unavailable": 503,
     "timeout": 504,
+    "insufficient_storage": 507,
 }
 """HTTP status of each error type of the public API."""
+
+RETRIED = (429, 502, 503, 507)
+"""Statuses of errors that may pass by themselves."""
 
 
 class ServiceError(Exception):
     """Failure whose type, message and details may be shown to the caller.
 
-    `param` names the offending field, if there is one. `details` lists several problems. `retry_after` (seconds) is
-    sent with 429 and 503.
+    `param` names the offending field, if there is one. `details` lists several problems. `retry_after`: seconds after
+    which the caller may try again. Errors with a status in RETRIED always have a Retry-After (`retry_seconds`).
     """
 
     def __init__(
@@ -56,3 +61,10 @@ class ServiceError(Exception):
     def status(self) -> int:
         """HTTP status of the error's type."""
         return STATUS[self.type]
+
+    @property
+    def retry_seconds(self) -> int | None:
+        """Value of the header Retry-After, in whole seconds, at least 1; None if the error does not pass by itself."""
+        if self.status not in RETRIED:
+            return None
+        return max(1, math.ceil(self.retry_after or 1.0))

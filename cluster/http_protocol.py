@@ -3,7 +3,8 @@
 The size of request heads and trailers is limited, and so is the time to receive a head. A caller that is answered
 before its request is complete can still read the answer. Without these limits a caller without any key could fill the
 memory with one endless header, or hold connections open for ever. The sender of a large body would find its connection
-reset, and could not read why it was refused.
+reset, and could not read why it was refused. When file descriptors run short, connections that are idle or have not
+shown a key are closed first.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 import msgspec
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from cluster.descriptors import Descriptors, current_limit
 from cluster.errors import ServiceError
+from cluster.idle_connections import Use, make_room
 
 HEAD_BYTES = 64 << 10
 """Maximum size of request line and headers, in bytes. The same limit applies to trailers, and to the data between two
@@ -35,12 +40,20 @@ disconnected."""
 READ_BYTES = 64 << 10
 """Minimum number of bytes that a peer has to read between two checks, as long as that many remain."""
 LINGER_BYTES = 1 << 30
-"""Maximum number of bytes of a refused body that are read and dropped after the answer. Unread bytes would reset the
-connection, often before the sender has read the answer. This is twice the largest body accepted by default."""
-LINGER_HEAD_BYTES = 1 << 20
-"""Same limit as LINGER_BYTES, for data that is not a valid request and for requests whose head is too large."""
+"""Maximum number of bytes of a refused body that are read and dropped after the answer, if the request has shown a
+valid key. Unread bytes would reset the connection, often before the sender has read the answer. This is twice the
+largest body accepted by default."""
+KEYLESS_LINGER_BYTES = 1 << 20
+"""Same limit as LINGER_BYTES, for requests without a valid key, and for data that is not a valid request."""
 LINGER_SECONDS, LINGER_IDLE_SECONDS = 60.0, 5.0
 """Maximum seconds of lingering (reading and dropping data): in total, and without a received byte."""
+KEYLESS_SECONDS = 5.0
+"""Seconds for which a request without a valid key is not disconnected while descriptors are scarce. Checking a key may
+take that long."""
+RETRY_AFTER = 1.0
+"""Retry-After, in seconds, of a request that is refused because no descriptors are left."""
+KEYED = "keyed"
+"""Key in a request's state that is set once the request has shown a valid key, or the cluster secret."""
 
 log = logging.getLogger("cluster.http")
 log.setLevel(logging.ERROR)
@@ -87,6 +100,17 @@ class Timer:
             self._handle.cancel()
 
 
+def mark_keyed(scope: Scope) -> None:
+    """Records that the request has shown a valid key, or the cluster secret."""
+    scope.setdefault("state", {})[KEYED] = True
+
+
+@cache
+def descriptors() -> Descriptors:
+    """Returns this process's count of descriptors, with the limit at the first call."""
+    return Descriptors(current_limit())
+
+
 class _Refused(Exception):
     """Aborts the parsing of a request. `send_400_response` then sends the answer."""
 
@@ -116,7 +140,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._keep_alive = False
         """True: the connection is kept open after this request, if the complete request arrives before its answer."""
         self._lingering = False
-        self._dropped, self._drop_limit = 0, LINGER_BYTES
+        self._dropped, self._drop_limit = 0, KEYLESS_LINGER_BYTES
+        self._is_refused = self._is_excess = False
+        """True: the latest request was refused, as invalid or because no descriptors are left; only the latter."""
+        self.began = self.loop.time()
+        """Time at which the connection, or its latest request, began, in seconds of the event loop."""
 
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
         """Returns the headers and the JSON body of the answer to data that is not a valid request."""
@@ -126,6 +154,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)
         self.transport = _LingeringTransport(transport, self._linger)  # type: ignore[assignment]
         self._timer.start(HEAD_SECONDS, self._expire)
+        self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.stop()
@@ -167,6 +196,10 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if len(self.pipeline) >= MAX_WAITING:
             raise _Refused("too many requests wait for an answer")
+        self.began = self.loop.time()
+        self._is_excess = not self._make_room()
+        if self._is_excess:
+            raise _Refused("no descriptors are left")
         self._progress = True
         self._head_bytes = self._head_lines = 0
         self._timer.stop()
@@ -194,6 +227,20 @@ class BoundedHttp(HttpToolsProtocol):
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
 
+    def use(self, now: float) -> Use:
+        """Returns the connection's use at the time `now` of the event loop."""
+        if self._lingering:
+            return Use.LINGERING
+        answered = self.cycle is None or self.cycle.response_complete
+        is_busy = not answered or self.transport.get_write_buffer_size() > 0
+        if self._is_keyed():
+            return Use.BUSY if is_busy else Use.IDLE
+        return Use.BUSY if is_busy and now - self.began < KEYLESS_SECONDS else Use.KEYLESS
+
+    def drop(self) -> None:
+        """Closes the connection at once, with a reset if the peer still sends."""
+        self.transport.abort()
+
     def shutdown(self) -> None:
         self._keep_alive = False
         if self.cycle is None or self.cycle.response_complete:
@@ -211,6 +258,16 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.abort()  # close() would wait for a peer that does not read its answer
         else:
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, unread)
+
+    def _is_keyed(self) -> bool:
+        """Returns whether the request that is being answered, or was answered last, has shown a valid key."""
+        return self._answered is not None and KEYED in self._answered.scope["state"]
+
+    def _make_room(self) -> bool:
+        """Closes other connections if descriptors run short. Returns False if this connection's request has to be
+        refused."""
+        connections: set[BoundedHttp] = self.connections  # type: ignore[assignment]
+        return make_room(descriptors(), connections, self, self.loop.time())
 
     def _upgrades(self) -> bool:
         """Returns whether the parser treats the data after the head as another protocol."""
@@ -239,7 +296,10 @@ class BoundedHttp(HttpToolsProtocol):
         return b""
 
     def send_400_response(self, msg: str) -> None:
-        if self._is_too_large():
+        if self._is_excess:
+            why = "the server has no room for more connections now"
+            self._refuse(ServiceError("unavailable", why, retry_after=RETRY_AFTER))
+        elif self._is_too_large():
             self._refuse_head()
         else:
             self._refuse(ServiceError("invalid_request", msg))
@@ -261,11 +321,13 @@ class BoundedHttp(HttpToolsProtocol):
         answered: it would be taken for that request's answer, or for a part of it."""
         cycle = self._answered
         broken = self._receiving and not self._in_head and cycle is self.cycle  # the error is in the body of `cycle`
-        self._receiving, self._drop_limit = True, LINGER_HEAD_BYTES
+        self._receiving = self._is_refused = True
         headers, body = self.refusal(error)
         if cycle is None or cycle.response_complete or (broken and not cycle.response_started):
             content = msgspec.json.encode(body)
             fixed = {"content-type": "application/json", "connection": "close", "content-length": str(len(content))}
+            if error.retry_seconds is not None:
+                fixed["retry-after"] = str(error.retry_seconds)
             lines = "".join(f"{name}: {value}\r\n" for name, value in (fixed | headers).items())
             status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
             self.transport.write(f"{status}{lines}\r\n".encode() + content)
@@ -281,6 +343,7 @@ class BoundedHttp(HttpToolsProtocol):
         if not self._receiving or self._lingering or self.transport.is_closing():
             return False
         self._lingering = True
+        self._drop_limit = LINGER_BYTES if self._is_keyed() and not self._is_refused else KEYLESS_LINGER_BYTES
         self._timer.stop()
         self._disconnect()
         self.transport.write_eof()

@@ -1,9 +1,8 @@
-"""Limits of a tenant: requests per second, tokens per minute, and places (generations under way at once).
+"""Limits of a tenant: rates of its requests, tokens per minute, and places (generations under way at once).
 
-The two rates are token buckets. The bucket of requests holds one second's worth, and at least one request. The bucket
-of tokens holds one minute's worth. A call takes one request and the maximum number of tokens that it may use; unused
-tokens are returned when it ends. A call of more tokens than the bucket can hold needs a full bucket, and leaves it with
-a negative level.
+Rates are token buckets. A request takes its charges when it comes, and gets none of them back. The bucket of tokens
+holds one minute's worth: a call takes the maximum number of tokens that it may use, and unused ones are returned when
+it ends. An amount larger than a bucket needs the full bucket, and leaves it with a negative level.
 """
 
 from __future__ import annotations
@@ -15,17 +14,21 @@ from typing import Literal, Protocol
 
 import msgspec
 
+RateName = Literal["rps", "text_bytes_per_second", "reads_per_second", "writes_per_second"]
 IDLE_BUCKETS = 1000
 """Number of stored buckets above which full ones are removed."""
 LONGEST_WAIT = 1e9
 """Upper bound on a reported waiting time, in seconds, for rates near 0."""
 
 
-class Rates(msgspec.Struct, frozen=True):
-    """Rate limits of a tenant. None: not limited."""
+class Charge(msgspec.Struct, frozen=True):
+    """Amount that a request takes from one bucket of a tenant."""
 
-    rps: float | None = None
-    tokens_per_minute: float | None = None
+    limit: RateName
+    """Name of the rate in the tenant's `limits`."""
+    rate: float
+    """Amount per second by which the bucket fills. The bucket holds one second's worth, and at least 1."""
+    amount: float = 1.0
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -39,7 +42,8 @@ class Call(msgspec.Struct, frozen=True):
     """Amounts that one call takes of its tenant's limits."""
 
     tenant: str
-    rates: Rates
+    tokens_per_minute: float | None
+    """Rate limit of tokens; None: not limited."""
     tokens: int
     """Maximum number of tokens that the call may use, prompt included."""
     places: int
@@ -51,25 +55,40 @@ class Call(msgspec.Struct, frozen=True):
     other_functions: tuple[Owner, ...] = ()
     """The tenant's other functions with reserved places; `limit` is the number reserved. Their unused reserved places
     count as taken from the tenant's limit. A call that stays within its own function's reserved places ignores them."""
+    charge: Charge | None = None
+    """Charge that the call still owes; None if its request has paid, or is not limited."""
 
     @property
     def limited(self) -> bool:
-        """True: the call has a rate limit, or takes places."""
-        return self.rates != Rates() or bool(self.owners)
+        """True: the call's tokens are limited, or it takes places."""
+        return self.tokens_per_minute is not None or bool(self.owners)
 
 
 class Refusal(msgspec.Struct, frozen=True):
     """Reason why a call is refused by a limit."""
 
-    why: Literal["requests", "tokens", "places"]
+    why: Literal["tokens", "places"]
     owner: Owner | None = None
     """Owner whose places are all in use."""
     seconds: float | None = None
     """Seconds until the call would be allowed if no other call came; None: unknown."""
 
 
+class Overspent(msgspec.Struct, frozen=True):
+    """Reason why a request is refused by a rate."""
+
+    charge: Charge
+    seconds: float
+    """Seconds until the request would be allowed if no other one came."""
+
+
 class LimitState(Protocol):
     """State of the limits, shared by all gateway workers, so that a limit applies to the gateway as a whole."""
+
+    async def spend(self, tenant: str, charges: Sequence[Charge]) -> Overspent | None:
+        """Takes all charges of a request and returns None, or takes nothing and returns the first one that the tenant
+        can't pay. Makes one round trip at most, and none without charges."""
+        ...
 
     async def take(self, call: Call) -> Refusal | None:
         """Takes all that the call needs and returns None, or takes nothing and returns the refusal. Makes one round
@@ -131,6 +150,16 @@ class MemoryLimits:
         self.places_in_use: dict[str, int] = {}
         """Number of places in use, by owner."""
 
+    async def spend(self, tenant: str, charges: Sequence[Charge]) -> Overspent | None:
+        share = self._share()
+        buckets = [self._bucket((tenant, charge.limit), charge.rate * share, 1.0) for charge in charges]
+        for charge, bucket in zip(charges, buckets, strict=True):
+            if (seconds := bucket.wait(charge.amount)) > 0:
+                return Overspent(charge, seconds)
+        for charge, bucket in zip(charges, buckets, strict=True):
+            bucket.change(-charge.amount)
+        return None
+
     async def take(self, call: Call) -> Refusal | None:
         share = self._share()
         for owner in call.owners:
@@ -140,13 +169,9 @@ class MemoryLimits:
                 > allowed
             ):
                 return Refusal("places", owner)
-        requests, tokens = self._rates(call)
-        if requests is not None and (seconds := requests.wait(1)) > 0:
-            return Refusal("requests", seconds=seconds)
+        tokens = self._tokens(call)
         if tokens is not None and (seconds := tokens.wait(call.tokens)) > 0:
             return Refusal("tokens", seconds=seconds)
-        if requests is not None:
-            requests.change(-1)
         if tokens is not None:
             tokens.change(-call.tokens)
         self.count(call.owners, call.places)
@@ -167,7 +192,7 @@ class MemoryLimits:
     async def settle(self, call: Call, unused_tokens: int) -> None:
         self.count(call.owners, -call.places)
         bucket = self._buckets.get((call.tenant, "tokens"))
-        if bucket is not None and call.rates.tokens_per_minute is not None:
+        if bucket is not None and call.tokens_per_minute is not None:
             bucket.change(unused_tokens)
 
     def count(self, owners: Sequence[Owner], by: int) -> None:
@@ -179,11 +204,9 @@ class MemoryLimits:
             else:
                 self.places_in_use.pop(owner.name, None)
 
-    def _rates(self, call: Call) -> tuple[Bucket | None, Bucket | None]:
-        rps, tpm, share = call.rates.rps, call.rates.tokens_per_minute, self._share()
-        requests = None if rps is None else self._bucket((call.tenant, "requests"), rps * share, 1.0)
-        tokens = None if tpm is None else self._bucket((call.tenant, "tokens"), tpm * share / 60, 60.0)
-        return requests, tokens
+    def _tokens(self, call: Call) -> Bucket | None:
+        tpm = call.tokens_per_minute
+        return None if tpm is None else self._bucket((call.tenant, "tokens"), tpm * self._share() / 60, 60.0)
 
     def _bucket(self, key: tuple[str, str], rate: float, seconds: float) -> Bucket:
         """Returns the key's bucket, refilled until now and with this rate (per second). Its capacity is `seconds` worth

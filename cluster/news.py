@@ -21,7 +21,8 @@ RECORD_INTERVAL = 0.2
 """Seconds between two reports of a node."""
 RECORD_EXPIRY = 2.0
 """Seconds without a report after which a node counts as gone."""
-WHOLE = -1
+FULL_REPORT = -1
+"""Change number before the first one: changes since it are a full report."""
 ABSENT_TIER = "absent"
 
 
@@ -217,8 +218,8 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
     """Changes of a node's facts and residents since an earlier change. Changes are numbered. Each entry has the current
     state of its adapter, so a change may be sent twice."""
 
-    since: int = WHOLE
-    """Number of the change after which these begin. WHOLE: the list is complete, and the node holds no other
+    since: int = FULL_REPORT
+    """Number of the change after which these begin. FULL_REPORT: the list is complete, and the node holds no other
     adapters."""
     at: int = 0
     """Number of the last change included."""
@@ -237,7 +238,7 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True):
 def full_report(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> NodeReport:
     """Returns a report with everything about a node: heartbeat, facts and all residents. `at` is the number of the last
     change."""
-    return NodeReport(heartbeat_from(record), facts_from(record), Changes(WHOLE, at, list(residents)))
+    return NodeReport(heartbeat_from(record), facts_from(record), Changes(FULL_REPORT, at, list(residents)))
 
 
 class FullReportRequest(msgspec.Struct, frozen=True):

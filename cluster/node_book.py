@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from cluster.news import WHOLE, Heartbeat, NodeRecord, NodeReport, Resident, facts_from, full_report, record_from
+from cluster.news import FULL_REPORT, Heartbeat, NodeRecord, NodeReport, Resident, facts_from, full_report, record_from
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
@@ -108,7 +108,7 @@ class NodeBook:
     def needs_full_report(self, news: NodeReport) -> bool:
         """Returns whether the report builds on changes that this book has not received."""
         changes = news.changes
-        if changes.since == WHOLE:
+        if changes.since == FULL_REPORT:
             return news.facts is None
         node = self._nodes.get(news.heartbeat.id)
         return node is None or node.record.epoch != news.heartbeat.epoch or changes.since > node.at
@@ -117,7 +117,7 @@ class NodeBook:
         """Applies a node's report, whatever its `seq`. The report must not need a full report first
         (`needs_full_report`). Frees the places of requests that the node has received, and all places of an earlier
         epoch. Raises TooManyNodes."""
-        heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == WHOLE
+        heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == FULL_REPORT
         node = self._nodes.get(heartbeat.id)
         if node is None and len(self._nodes) >= self.max_nodes:
             raise TooManyNodes(f"{self.max_nodes} nodes are known already; {heartbeat.id} was not added")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cluster.limits import Bucket
-from cluster.news import WHOLE, NodeReport
+from cluster.news import FULL_REPORT, NodeReport
 from cluster.received import WINDOW
 
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
@@ -61,7 +61,7 @@ def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> N
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
             raise BadRecord(f"{owner}tightest_tpot: {tpot} is no time")
-    if not (news.changes.since == WHOLE or 0 <= news.changes.since <= news.changes.at) or news.changes.at > MOST:
+    if not (news.changes.since == FULL_REPORT or 0 <= news.changes.since <= news.changes.at) or news.changes.at > MOST:
         raise BadRecord(f"changes: {news.changes.at} can't come after {news.changes.since}")
     if facts is not None:
         if not POOL.fullmatch(facts.pool):

@@ -1,4 +1,4 @@
-"""Limits that all gateway workers share in Redis: one script decides, by Redis's clock.
+"""Limits that all gateway workers share in Redis: a script decides on a request, another on a call, by Redis's clock.
 
 The places of each worker are counted separately. The places of a worker that died are thus free again once it has been
 silent for WORKER_SECONDS. Full buckets are not stored. While Redis is away each worker allows its share of every limit.
@@ -7,10 +7,10 @@ silent for WORKER_SECONDS. Full buckets are not stored. While Redis is away each
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from cluster.limits import Call, MemoryLimits, Refusal
+from cluster.limits import Call, Charge, MemoryLimits, Overspent, Refusal
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
 PLACES_SECONDS = 120
@@ -74,6 +74,17 @@ class RedisLimits:
         link.on_resume.append(self._recount)
         link.on_heartbeat.append(self._renew_if_due)
 
+    async def spend(self, tenant: str, charges: Sequence[Charge]) -> Overspent | None:
+        if not charges:
+            return None
+        keys = [self._link.key("spent", f"{tenant}/{charge.limit}") for charge in charges]
+        args: list[Value] = [value for charge in charges for value in (charge.rate, charge.amount)]
+        try:
+            which, wait = await self._link.run("spend", keys, args)
+        except RedisAway:
+            return await self._here.spend(tenant, charges)
+        return None if which == 0 else Overspent(charges[which - 1], wait / 1000)
+
     async def take(self, call: Call) -> Refusal | None:
         if not call.limited:
             return None
@@ -86,9 +97,7 @@ class RedisLimits:
             if why == 0:
                 self._here.count(call.owners, call.places)
                 return None
-        if why > 2:
-            return Refusal("places", call.owners[why - 3])
-        return Refusal("requests" if why == 1 else "tokens", seconds=wait / 1000)
+        return Refusal("tokens", seconds=wait / 1000) if why == 1 else Refusal("places", call.owners[why - 2])
 
     async def _take_alone(self, call: Call) -> Refusal | None:
         refusal = await self._here.take(call)
@@ -102,7 +111,7 @@ class RedisLimits:
         async with self._gate.passing():
             alone = self._was_alone(call)
             await self._here.settle(call, unused_tokens if alone else 0)
-            tpm = call.rates.tokens_per_minute
+            tpm = call.tokens_per_minute
             unused: Value = 0 if alone else unused_tokens
             args: list[Value] = [self._link.worker, call.places, unused, "" if tpm is None else tpm]
             try:
@@ -117,12 +126,11 @@ class RedisLimits:
         return remaining >= 0
 
     async def _take(self, call: Call) -> tuple[int, int]:
-        rates = [call.rates.rps, call.rates.tokens_per_minute]
-        limits = [owner.limit for owner in call.owners]
-        rps, tpm, *places = ["" if value is None else value for value in (*rates, *limits)]
+        limits = [call.tokens_per_minute, *(owner.limit for owner in call.owners)]
+        tpm, *places = ["" if value is None else value for value in limits]
         seconds: list[Value] = [round(WORKER_SECONDS * 1000), PLACES_SECONDS * 1000]
         reserved = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.other_functions)]
-        args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *reserved]
+        args = [self._link.worker, call.places, tpm, call.tokens, *seconds, *reserved]
         other_keys = [self._link.key("places", owner.name) for owner in call.other_functions]
         keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call), *other_keys]
         why, wait = await self._link.run("take", keys, args)

@@ -49,7 +49,7 @@ STALE_SECONDS = 300.0
 count as alive meanwhile, unless calls to them fail."""
 PLACES = ("reserve", "release")
 """Scripts that must not wait for others. They have a separate connection, which also keeps their order."""
-LAYOUT = 2
+LAYOUT = 3
 """Layout version, part of every key and channel. Raise it when a stored key, a script argument or a message changes its
 meaning. Workers of releases with different layouts do not share state. The keys of older layouts expire, except for one
 counter."""

@@ -17,7 +17,7 @@ from typing import Unpack
 import msgspec
 
 from cluster.messages import check_version
-from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, Heartbeat, NodeReport, Resident
+from cluster.news import ABSENT_TIER, FULL_REPORT, Changes, Facts, Heartbeat, NodeReport, Resident
 from cluster.node_book import PAST_EPOCHS, TooManyNodes
 from cluster.node_table import Demand
 from cluster.queue_shares import room_for_others
@@ -277,7 +277,7 @@ class RedisClusterState(ClusterState):
         for heartbeat_bytes, facts, at, age, generation, reserved, residents in nodes:
             heartbeat = _heartbeats.decode(heartbeat_bytes)
             there.add(heartbeat.id)
-            changes = Changes(WHOLE, at, [_residents.decode(resident) for resident in residents])
+            changes = Changes(FULL_REPORT, at, [_residents.decode(resident) for resident in residents])
             self._put(NodeReport(heartbeat, _facts.decode(facts), changes), self._aged() - age / 1000)
             self._book.drop_all(heartbeat.id)
             for remaining_ms, stored in zip(reserved[::2], reserved[1::2], strict=True):

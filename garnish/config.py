@@ -112,6 +112,8 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "functions.*.idle_ttl": parse_seconds,
     "functions.*.warm.*.for": parse_whole_seconds,
     "tenants.*.limits.bytes": parse_bytes,
+    "tenants.*.limits.stored_call_bytes": parse_bytes,
+    "tenants.*.limits.text_bytes_per_second": parse_bytes,
     "tenants.*.file_bytes": parse_bytes,
     "gateway.hold": parse_seconds,
     "node_pools.*.scale_to_zero_after": parse_seconds,

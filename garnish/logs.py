@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,18 @@ def fresh_log(state: Path, name: str) -> Path:
 def bound_log(log: Path, limit: int = MAX_LOG_BYTES) -> None:
     """Rotates a log of more than `limit` bytes: its content becomes NAME.log.1.
 
-    Writers have the log open for appending, so the file is truncated, not renamed. Lines written meanwhile are lost.
+    Writers have the log open for appending, so the file is truncated, not renamed. Lines written meanwhile are lost. On
+    a full disk the earlier lines are lost, too; on a read-only one nothing is done.
     """
-    if log.stat().st_size > limit:
-        shutil.copyfile(log, log.with_suffix(".log.1"))
-        log.with_suffix(".log.1").chmod(0o600)
+    with suppress(OSError):
+        if log.stat().st_size <= limit:
+            return
+        earlier = log.with_suffix(".log.1")
+        try:
+            shutil.copyfile(log, earlier)
+            earlier.chmod(0o600)
+        except OSError:
+            earlier.unlink(missing_ok=True)  # half of it would take the room that is wanted
         with log.open("r+b") as stream:
             stream.truncate(0)
 

@@ -127,8 +127,10 @@ def carry_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> It
             with connect(entry.tenant) as client:
                 if entry.action != "set":
                     yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
-                if entry.policy:
-                    client.set_policy(entry.function, entry.policy)
+    for entry in plan.functions:  # once all functions exist, because policies may name others as destinations
+        if entry.action != "none" and entry.policy:
+            with connect(entry.tenant) as client:
+                client.set_policy(entry.function, entry.policy)
 
 
 def try_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> Iterator[DeployReply]:

@@ -36,14 +36,16 @@ FLUSH_SECONDS = 0.05
 """Seconds that the process waits before it ends, so that the last bytes are sent."""
 
 
-def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
+def create_app(
+    config: GatewayConfig, started: Callable[[], None] = lambda: None, metrics: Metrics | None = None
+) -> Starlette:
     """Returns the gateway's ASGI app. Raises ConfigError for invalid settings.
 
     Files are read and clients created when the server starts the app. `started` is called after that, before the first
-    request.
+    request. `metrics`: those of a worker among several; None if this process counts alone.
     """
     check_config(config)
-    counted, requests = Metrics(), OpenRequests()
+    counted, requests = metrics or Metrics(), OpenRequests()
     limit = share(config.max_concurrent, config)
 
     @asynccontextmanager
@@ -59,6 +61,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
             yield {
                 "groups": groups,
                 "callers": services.calls.callers,
+                "pay": services.door.pay,
                 "suggestions": services.suggestions,
                 "metrics": counted,
             }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gateway.changes import Changes
     from gateway.config import GatewayConfig
     from gateway.events.calls import EventCalls
+    from gateway.events.destinations import Destinations
     from gateway.events.events import Events
     from gateway.places.pools import Pools
     from gateway.residency.residency import Residency
@@ -73,6 +74,7 @@ class Catalog:
     functions: Functions
     changes: Changes
     templates: ChatTemplates
+    destinations: Destinations
     pools: Pools
     sources: Sources
     source_threads: LeavableThreads

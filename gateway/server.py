@@ -6,9 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from gunicorn.app.base import BaseApplication
@@ -18,18 +16,20 @@ from gunicorn.glogging import Logger
 from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
 
+from cluster.descriptors import raise_limit
 from cluster.lifeline import die_with_parent
 from cluster.logs import log_handler, set_up_logging
 from cluster.redis_link import RedisAway, check_redis
 from gateway.background import background
 from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http.protocol import GatewayHttp
+from gateway.workers.metrics_memory import MetricsMemory, NoMetricsMemory
 
 PROCESS = "gateway"
 """Name of this process in log lines."""
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the folder where workers share metrics. prometheus_client reads it on import, so only
-workers may import that."""
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108  (gunicorn makes the files by mkstemp, and removes their names at once)
+"""Folder for the files by which workers show gunicorn that they live. The files have no content, so a full disk or a
+read-only one does not matter, and neither does a full /dev/shm."""
 HEARTBEAT_SECONDS = 120
 """Seconds for which a worker's event loop may stall before the worker is killed and replaced."""
 COLLECT = (5_000, 20, 100)
@@ -44,21 +44,17 @@ def run(config: GatewayConfig) -> None:
     """Serves until SIGTERM or SIGINT, then exits the process. Raises ConfigError before a socket is bound."""
     check_config(config)
     set_up_logging(PROCESS)
+    raise_limit()
     if config.redis is not None:
         try:
             check_redis(config.redis)
         except RedisAway as error:
             raise ConfigError(f"redis: {error}") from None
-    if config.workers > 1:
-        os.environ[MULTIPROCESS] = _fresh_folder(Path(config.tmp_dir) / "metrics")
-    _Server(config).run()
-
-
-def _fresh_folder(folder: Path) -> str:
-    """Creates an empty folder for metrics, without those of an earlier run. Returns its path."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    return str(folder)
+    try:
+        memory = MetricsMemory() if config.workers > 1 else None
+    except NoMetricsMemory as error:
+        raise ConfigError(f"workers: {error}") from None
+    _Server(config, memory).run()
 
 
 def _collect_less() -> None:
@@ -83,14 +79,6 @@ def _started() -> None:
     log.info("worker is ready", extra={"pid": os.getpid()})
 
 
-def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
-    """Removes the live gauges of a worker that has ended; its counters stay."""
-    if MULTIPROCESS in os.environ:
-        from prometheus_client.multiprocess import mark_process_dead
-
-        mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
-
-
 class _Arbiter(Arbiter):  # type: ignore[misc]
     def stop(self, graceful: bool = True) -> None:  # noqa: ARG002
         """Stops the workers by SIGTERM, whatever the signal was.
@@ -102,8 +90,12 @@ class _Arbiter(Arbiter):  # type: ignore[misc]
 
 
 class _Server(BaseApplication):  # type: ignore[misc]
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, memory: MetricsMemory | None) -> None:
+        """`memory`: for the workers' metrics, if there are several workers."""
         self._config = config
+        self._memory = memory
+        self._slot: int | None = None
+        """Slot of this worker in `memory`, or in the arbiter that of the latest worker."""
         super().__init__()
 
     def run(self) -> None:
@@ -123,19 +115,35 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "loglevel": "warning",  # normal starts are logged by our own code
             "logger_class": _OurLogger,
             "control_socket_disable": True,
-            "worker_tmp_dir": None,
+            "worker_tmp_dir": MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None,
             "proc_name": "garnish-gateway",
-            "child_exit": _forget_metrics,
+            "pre_fork": self._take_slot,
+            "child_exit": self._release_slot,
             "when_ready": partial(_tell_start, config),
         }
         for name, value in settings.items():
             self.cfg.set(name, value)
 
-    def load(self) -> Starlette:
-        # Imported in the worker, because prometheus_client reads the environment then, and a reload loads new code.
-        from gateway.app import create_app
+    def _take_slot(self, _: Arbiter, worker: UvicornWorker) -> None:
+        """Assigns the worker that is forked next a slot for its metrics. Without a free one its metrics are not
+        shown."""
+        if self._memory is not None:
+            self._slot = worker.metrics_slot = self._memory.take()
 
-        return create_app(self._config, started=_started)
+    def _release_slot(self, _: Arbiter, worker: UvicornWorker) -> None:
+        """Frees the slot of a worker that has ended: its gauges end, its counters stay."""
+        if self._memory is not None and worker.metrics_slot is not None:
+            self._memory.release(worker.metrics_slot)
+
+    def load(self) -> Starlette:
+        # Imported in the worker, so that a reload loads new code.
+        from gateway.app import create_app
+        from gateway.workers.metrics import Metrics
+        from gateway.workers.shared_values import use_slot
+
+        if self._memory is not None and self._slot is not None:
+            use_slot(self._memory.slot(self._slot))
+        return create_app(self._config, started=_started, metrics=Metrics(self._memory))
 
 
 class _OurLogger(Logger):  # type: ignore[misc]

@@ -55,6 +55,8 @@ def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
             networks.append(ip_network(entry))
         elif not entry or not all(part.replace("-", "a").isalnum() for part in entry.removeprefix("*.").split(".")):
             raise ValueError(f"{entry!r} is no host, *.domain, address or network")
+        elif not entry.isascii():  # URLs of webhooks are ASCII, so it would match none
+            raise ValueError(f"{entry!r} is not ASCII: write the host as in a URL, xn--…")
         else:
             hosts.add(entry.lower())
     return WebhookHosts(frozenset(hosts), tuple(networks))

@@ -141,6 +141,8 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """path of the socket on which the API process waits for the engine"""
     parent: int
     """Process id of the supervisor; the child exits when the supervisor does."""
+    heartbeat: int | None = None
+    """Inherited descriptor of the engine's heartbeat (node_agent.heartbeat); None: the engine is not watched."""
     node: NodeConfig
 
 
@@ -151,6 +153,8 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """path of the socket that the engine connects to"""
     parent: int | None = None
     """Process id of the supervisor; the child exits when the supervisor does. None: no parent is watched."""
+    heartbeat: int | None = None
+    """Inherited descriptor of the memory for heartbeats (node_agent.heartbeat); None: none are written."""
     engine: EngineConfig
 
 

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -32,7 +31,7 @@ from node_agent.device import flush_denormals
 from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.engine.stats import stats_of
-from node_agent.heartbeat import NAME, Heartbeat
+from node_agent.heartbeat import Heartbeat
 from node_agent.ipc import Cancel, Command, EngineEvent, PrefetchHints, Ready, Submit, command_decoder, encode
 from node_agent.performance.capacity import capacity_of
 from node_agent.performance.idle import QUIET_S, IdleMeasurement
@@ -325,7 +324,8 @@ def main() -> int:
     settle()
     idle = None if has_model else IdleMeasurement(engine, config.engine, base)
     loop = Loop(engine, ready, wake, lambda: stop_requested, idle)
-    engine.pulse.report = Heartbeat(Path(config.socket).with_name(NAME)).beat
+    if config.heartbeat is not None:
+        engine.pulse.report = Heartbeat(config.heartbeat).beat
     while not stop_requested:
         engine.pulse.beat()
         try:

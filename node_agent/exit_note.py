@@ -6,12 +6,16 @@ no memory) would only ever report that it is warming.
 
 from __future__ import annotations
 
+import logging
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 NAME = "engine.exit"
 LONGEST = 200
 """Maximum characters of the note that are read."""
+
+log = logging.getLogger(__name__)
 
 
 def describe(code: int) -> str:
@@ -23,20 +27,25 @@ def describe(code: int) -> str:
 
 
 def write_exit(run_dir: Path, code: int) -> None:
-    """Writes the note for this exit code, and replaces an earlier one atomically."""
+    """Writes the note for this exit code, and replaces an earlier one atomically. On a full or read-only disk it only
+    logs that there is no note."""
     temporary = run_dir / f"{NAME}.new"
-    temporary.write_text(describe(code))
-    temporary.replace(run_dir / NAME)
+    try:
+        temporary.write_text(describe(code))
+        temporary.replace(run_dir / NAME)
+    except OSError as error:
+        log.warning("the node can't report why its engine ended: %s", error, extra={"exit": describe(code)})
 
 
 def read_exit(run_dir: Path) -> str:
     """Returns the note's text; empty if there is none."""
     try:
         return (run_dir / NAME).read_text()[:LONGEST]
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 
 def clear_exit(run_dir: Path) -> None:
-    """Removes the note. Called when the engine is ready, and when the node restarts."""
-    (run_dir / NAME).unlink(missing_ok=True)
+    """Removes the note. Called when the engine is ready, and when the node restarts. On a read-only disk it stays."""
+    with suppress(OSError):
+        (run_dir / NAME).unlink(missing_ok=True)

@@ -1,5 +1,8 @@
-"""Heartbeat of the engine: a small memory-mapped file in the node's run directory. The engine's loop writes it; the API
-process and the supervisor read it. A hung loop and a stopped process look the same: beats stop.
+"""Heartbeat of the engine, in memory that the node's processes share. The engine's loop writes it; the API process and
+the supervisor read it. A hung loop and a stopped process look the same: beats stop.
+
+The memory is a memfd of the supervisor, which its children inherit. It is not a file of the run directory, because a
+mapped file on a full or broken disk ends its writer by SIGBUS.
 
 Before a long computation the engine announces how long it may be silent. Silence is measured in the watcher's own
 polls, so that a pause of the whole host does not count.
@@ -10,16 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
-NAME = "engine.beat"
-"""Name of the heartbeat file, which is in the folder of the engine's socket."""
 _BEAT = struct.Struct("<Qqd")
 
 
 class Beat(NamedTuple):
-    """Content of the heartbeat file."""
+    """Content of the heartbeat's memory."""
 
     number: int
     pid: int
@@ -28,11 +28,23 @@ class Beat(NamedTuple):
     """seconds after this beat for which the engine has announced that it may be silent"""
 
 
-class Heartbeat:
-    """Writer of the heartbeat, in the engine. Raises OSError when the file can't be created."""
+def heartbeat_memory() -> int:
+    """Returns the descriptor of new memory for a heartbeat. Its page is allocated, so writes never fail. Raises
+    OSError."""
+    fd = os.memfd_create("garnish-heartbeat", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, _BEAT.size)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
-    def __init__(self, path: Path) -> None:
-        self._map = _map(path, os.O_RDWR | os.O_CREAT)
+
+class Heartbeat:
+    """Writer of the heartbeat in the memory `fd`, in the engine. Raises OSError when the memory can't be mapped."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _BEAT.size)
         self._count, self._pid = _BEAT.unpack_from(self._map)[0], os.getpid()
 
     def beat(self, quiet: float = 0.0) -> None:
@@ -41,12 +53,12 @@ class Heartbeat:
 
 
 class Watch:
-    """Reader of the heartbeat. Its methods are called about every `interval` seconds; `now` is in monotonic seconds."""
+    """Reader of the heartbeat in the memory `fd`. Its methods are called about every `interval` seconds; `now` is in
+    monotonic seconds."""
 
-    def __init__(self, path: Path, interval: float) -> None:
+    def __init__(self, fd: int, interval: float) -> None:
         self.interval = interval
-        self._path = path
-        self._memory: mmap.mmap | None = None
+        self._memory = mmap.mmap(fd, _BEAT.size, prot=mmap.PROT_READ)
         self._looked = 0.0
         self._beat = Beat(0, 0, 0.0)
         self._silent = 0.0
@@ -64,17 +76,4 @@ class Watch:
         return max(0.0, self.silence(now) - self._beat.quiet)
 
     def _read(self) -> Beat:
-        try:
-            self._memory = self._memory or _map(self._path, os.O_RDWR)
-        except OSError:
-            return Beat(0, 0, 0.0)  # no engine has started here yet
         return Beat._make(_BEAT.unpack_from(self._memory))
-
-
-def _map(path: Path, flags: int) -> mmap.mmap:
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(fd, _BEAT.size)
-        return mmap.mmap(fd, _BEAT.size)
-    finally:
-        os.close(fd)

@@ -24,7 +24,7 @@ from node_agent.cores import SPIN_LIMIT
 from node_agent.exit_note import clear_exit, write_exit
 from node_agent.gpu.claim import claimed_gpu
 from node_agent.gpu.devices import NoGpu
-from node_agent.heartbeat import NAME, Watch
+from node_agent.heartbeat import Watch, heartbeat_memory
 
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 10.0
@@ -61,15 +61,21 @@ def _run_processes(config: NodeConfig) -> None:
     run_dir = Path(config.run_dir).absolute()
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     run_dir.chmod(0o700)
-    path, parent = str(run_dir / "engine.sock"), os.getpid()
+    path, parent, heartbeat = str(run_dir / "engine.sock"), os.getpid(), heartbeat_memory()
     children = [
-        Child("api", "node_agent.api", ApiProcessConfig(socket=path, parent=parent, node=config)),
+        Child(
+            "api",
+            "node_agent.api",
+            ApiProcessConfig(socket=path, parent=parent, heartbeat=heartbeat, node=config),
+            inherited=heartbeat,
+        ),
         Child(
             "engine",
             "node_agent.engine_process",
-            EngineProcessConfig(socket=path, parent=parent, engine=config.engine),
+            EngineProcessConfig(socket=path, parent=parent, heartbeat=heartbeat, engine=config.engine),
             on_end=partial(write_exit, run_dir),
-            watch=Watch(run_dir / NAME, LOOK_S),
+            watch=Watch(heartbeat, LOOK_S),
+            inherited=heartbeat,
         ),
     ]
     clear_exit(run_dir)
@@ -92,14 +98,16 @@ class Child:
         output: Path | None = None,
         on_end: Callable[[int], None] | None = None,
         watch: Watch | None = None,
+        inherited: int | None = None,
     ) -> None:
         """`config` is written as JSON to the process's standard input. Its output is appended to `output`, if given.
 
         `on_end` receives the exit code (as from subprocess) of each process that exits by itself. A process whose
-        heartbeat (`watch`) stops is killed.
+        heartbeat (`watch`) stops is killed. `inherited`: descriptor that the process gets under the same number.
         """
         self.name = name
         self._on_end, self._watch = on_end, watch
+        self._inherited = () if inherited is None else (inherited,)
         self.failures = 0
         """number of times that the process exited by itself"""
         self._module = module
@@ -174,16 +182,14 @@ class Child:
     def _start(self, now: float) -> None:
         # own process group: Ctrl-C reaches only this process, which then stops both in order
         command = [sys.executable, "-m", self._module]
-        opened: contextlib.AbstractContextManager[IO[bytes] | None] = (
-            contextlib.nullcontext() if self._output is None else self._output.open("ab")
-        )
-        with opened as output:
+        with self._opened_output() as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 process_group=0,
+                pass_fds=self._inherited,
                 env=SPIN_LIMIT | os.environ,
             )
         self._process, self._started = process, now
@@ -191,6 +197,17 @@ class Child:
         with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it exited at once: `reap` reports that
             stream.write(self._config)
         log.info("child started", extra={"child": self.name, "pid": process.pid})
+
+    def _opened_output(self) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+        """Returns the file for the process's output; None if it inherits ours. On a disk that takes no file the output
+        is dropped: a process without a log is better than none."""
+        if self._output is None:
+            return contextlib.nullcontext()
+        try:
+            return self._output.open("ab")
+        except OSError as error:
+            log.error("child runs without a log", extra={"child": self.name, "problem": str(error)})
+            return open(os.devnull, "ab")
 
 
 class Signals:

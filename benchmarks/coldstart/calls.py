@@ -37,7 +37,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ReportedCall:
     """A call as it is reported. `state`: where the adapter was; times in ms."""
 
     round: int
@@ -55,17 +55,17 @@ class Kept:
         return " ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in astuple(self))
 
 
-KEPT = " ".join(field.name for field in fields(Kept))
-_TYPES = tuple(get_type_hints(Kept)[field.name] for field in fields(Kept))
+CALL_COLUMNS = " ".join(field.name for field in fields(ReportedCall))
+_TYPES = tuple(get_type_hints(ReportedCall)[field.name] for field in fields(ReportedCall))
 
 
-def parse_kept(text: str) -> Kept:
-    """Reads what Kept.text wrote."""
-    return Kept(*(kind(value) for value, kind in zip(text.split(), _TYPES, strict=True)))
+def parse_call(text: str) -> ReportedCall:
+    """Reads what ReportedCall.text wrote."""
+    return ReportedCall(*(kind(value) for value, kind in zip(text.split(), _TYPES, strict=True)))
 
 
-def keep(number: int, answer: Answer) -> Kept:
-    return Kept(
+def report_call(number: int, answer: Answer) -> ReportedCall:
+    return ReportedCall(
         number, int(answer.model[1:]), answer.state, answer.plan, answer.layers_cpu, answer.layers_device,
         answer.exposed_s * 1e3, answer.forecast_s * 1e3, answer.ttft * 1e3, answer.e2e * 1e3,
     )  # fmt: skip
@@ -103,9 +103,9 @@ async def rounds(
     warm: int,
     count: int,
     tokens: int,
-) -> AsyncIterator[list[tuple[str, Column, int, list[Kept]]]]:
-    """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them;
-    after each of these no service is called until all nodes have ended their measurements.
+) -> AsyncIterator[list[tuple[str, Column, int, list[ReportedCall]]]]:
+    """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them,
+    in which the services are called one after another: each is called when the one before has ended its measurements.
 
     In a round each of `columns`, with its number of calls at once, is called on all services, in a drawn order, with
     the same prompts and the same adapters, which are in the host memory of every node. Answers have `tokens`.
@@ -116,25 +116,30 @@ async def rounds(
             mode: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
             for mode, service in services.items()
         }
-        nodes = [
-            Residency(await stack.enter_async_context(open_session(service.admin_key)), service.url, numbers)
+        nodes = {
+            mode: Residency(await stack.enter_async_context(open_session(service.admin_key)), service.url, numbers)
             for mode, service in services.items()
-            if mode != CACHED
-        ]
-        for number in range(-warm, count):
+        }
+
+        async def call(mode: str, planned: Sequence[Planned]) -> list[Answer]:
+            if mode == CACHED:
+                await _bring(calls[mode], planned, draw)
+            return await _together(calls[mode], planned)
+
+        for _ in range(warm):
+            for mode, service in services.items():
+                for column, at_once in draw.shuffled(columns):
+                    await call(mode, draw.calls(column, at_once, await nodes[mode].in_host()))
+                await until_idle([service])
+        for number in range(count):
             cells = []
             for column, at_once in draw.shuffled(columns):
-                cold = set.intersection(*[await node.in_host() for node in nodes])
+                cold = set.intersection(*[await node.in_host() for mode, node in nodes.items() if mode != CACHED])
                 planned = draw.calls(column, at_once, cold)
                 for mode in draw.shuffled(list(services)):
-                    if mode == CACHED:
-                        await _bring(calls[mode], planned, draw)
-                    answers = await _together(calls[mode], planned)
-                    cells.append((mode, column, at_once, [keep(number, answer) for answer in answers]))
-            if number >= 0:
-                yield cells
-            else:
-                await until_idle(services.values())
+                    answers = await call(mode, planned)
+                    cells.append((mode, column, at_once, [report_call(number, answer) for answer in answers]))
+            yield cells
 
 
 async def _bring(call: Caller, planned: Sequence[Planned], draw: Draw) -> None:

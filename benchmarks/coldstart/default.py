@@ -43,7 +43,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.coldstart.calls import CACHED, KEPT, Column, Draw, rounds
+from benchmarks.coldstart.calls import CACHED, CALL_COLUMNS, Column, Draw, rounds
 from benchmarks.coldstart.decode import DECODE_WAYS, WORKERS, decode_rows
 from benchmarks.coldstart.figures import FULL, figures_of
 from benchmarks.coldstart.services import FILE_ITEM_BYTES, Adapters, node_of, running, until_idle
@@ -170,7 +170,7 @@ class Study:
             cells = asyncio.run(self._called({FULL: service}, [(column, 1)], self._sizes.slow_calls))
             (calls,) = cells.values()
             row = {"part": "a", "cpu_workers": node.cpu_workers, "reason": node.reason}
-            self.done["a", None] = [{**row, "columns": KEPT, "calls": calls}]
+            self.done["a", None] = [{**row, "columns": CALL_COLUMNS, "calls": calls}]
 
     def _decoding(self) -> None:
         """Part d: each start begins in the reverse order of the one before."""
@@ -219,7 +219,7 @@ class Study:
                         {
                             "part": part, "ratio": ratio, "way": mode, **asdict(column), "at_once": at_once,
                             "link_bytes_s": rate, "cpu_workers": nodes[mode].cpu_workers, "reason": nodes[mode].reason,
-                            "cpu_workers_after": later[mode], "columns": KEPT, "calls": calls,
+                            "cpu_workers_after": later[mode], "columns": CALL_COLUMNS, "calls": calls,
                         }
                         for (mode, column, at_once), calls in cells.items()
                     ]  # fmt: skip
@@ -305,13 +305,19 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
-    return Sizes(rounds=options.rounds, burst_rounds=options.burst_rounds, alternations=options.alternations)
+    return Sizes(
+        rounds=options.rounds,
+        burst_rounds=options.burst_rounds,
+        alternations=options.alternations,
+        ways=tuple(options.ways),
+    )
 
 
 def main() -> None:
     parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all; with --quick b; e always")
     parser.add_argument("--ratios", nargs="+", type=float, default=None, help="load : prefill; 0.68 and 0.17")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="of parts b and c; all")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="single calls of a mode and column")
     parser.add_argument("--burst-rounds", type=int, default=Sizes.burst_rounds)
     parser.add_argument(

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.coldstart.calls import CACHED, Kept, parse_kept
+from benchmarks.coldstart.calls import CACHED, ReportedCall, parse_call
 from benchmarks.coldstart.decode import AGAIN, CALLERS, NONE, WORKERS
 from benchmarks.coldstart.paired import PairedRatio, paired_ratio
 
@@ -15,10 +15,10 @@ KINDS = ("ttft", "tpt", "e2e")
 FULL = "full"
 
 
-def calls_of(row: Row) -> list[list[Kept]]:
+def calls_of(row: Row) -> list[list[ReportedCall]]:
     """Returns the calls of a row that count, by burst: those of which all were cold, or all cached."""
-    bursts: dict[int, list[Kept]] = {}
-    for call in map(parse_kept, row["calls"]):
+    bursts: dict[int, list[ReportedCall]] = {}
+    for call in map(parse_call, row["calls"]):
         bursts.setdefault(call.round, []).append(call)
     expected = "none" if row.get("way") == CACHED else "host"
     return [burst for burst in bursts.values() if all(call.state == expected for call in burst)]
@@ -29,7 +29,7 @@ def refused(row: Row) -> int:
     return len(row["calls"]) - sum(map(len, calls_of(row)))
 
 
-def time_of(call: Kept, kind: str, tokens: int) -> float:
+def time_of(call: ReportedCall, kind: str, tokens: int) -> float:
     """Milliseconds. `tokens`: of each answer."""
     return {"ttft": call.ttft, "e2e": call.e2e, "tpt": call.e2e / tokens}[kind]
 

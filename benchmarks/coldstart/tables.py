@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.coldstart.calls import CACHED, Kept
+from benchmarks.coldstart.calls import CACHED, ReportedCall
 from benchmarks.coldstart.decode import AGAIN, CALLERS, NONE, WORKERS
 from benchmarks.coldstart.figures import (
     FULL,
@@ -95,7 +95,7 @@ def _service(row: Row) -> str:
     return "20 MB/s" if row["part"] == "a" else f"{row['ratio']:g}, {row['way']}"
 
 
-def _layers(calls: Sequence[Kept]) -> str:
+def _layers(calls: Sequence[ReportedCall]) -> str:
     layers = ", ".join(f"{call.layers_cpu} ({call.plan})" for call in calls)
     return f"layers computed by CPU workers {layers or 'not known, for no call found its adapter in host memory'}"
 
@@ -129,7 +129,7 @@ def _times(rows: Sequence[Row], tokens: int) -> list[str]:
     return table(("p50, p95 in ms", "TTFT", "TPT", "E2E", "plans"), cells)
 
 
-def _counts(calls: Sequence[Kept]) -> dict[str, int]:
+def _counts(calls: Sequence[ReportedCall]) -> dict[str, int]:
     plans = [call.plan for call in calls]
     return {plan: plans.count(plan) for plan in sorted(set(plans))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.report import ON_ONE_CORE, caption, probe_text
@@ -24,14 +25,24 @@ def dtypes(settings: dict[str, Any]) -> str:
     return str(dtype) if dtype == peers else f"{dtype} (peers in {peers})"
 
 
+def with_worst(figures: dict[str, float], name: str, worst: str) -> str:
+    """Renders the median of a ratio, with that of the worst round in brackets."""
+    return f"{figures[name]:.2f} ({figures[f'{name}_{worst}']:.2f})"
+
+
+def study_block(document: dict[str, Any], text: str, lines: Sequence[str]) -> str:
+    """Renders one CPU level of a study: its host, the caption with `text`, the lines, and the probe of the host."""
+    probe = probe_text(document["figures"], ON_ONE_CORE)
+    return "\n".join([f"**{host(document)}**", "", caption(document, text), "", *lines, "", probe])
+
+
 def engine_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     speeds, firsts = [], []
     for (kind, n), title in WORKLOADS.items():
-        ratio, lowest = figures[f"over_peft_{kind}_{n}"], figures[f"over_peft_{kind}_{n}_min"]
         speeds.append((
             title, f"{figures[f'{kind}_tok_s_{n}']:.0f}", f"{figures[f'peft_{kind}_tok_s_{n}']:.0f}",
-            f"{ratio:.2f} ({lowest:.2f})", f"{figures[f'http_{kind}_tok_s_{n}']:.0f}",
+            with_worst(figures, f"over_peft_{kind}_{n}", "min"), f"{figures[f'http_{kind}_tok_s_{n}']:.0f}",
         ))  # fmt: skip
         ttft = (f"{figures[f'{prefix}{kind}_ttft_ms_{n}']:.0f} ms" for prefix in ("", "peft_", "http_"))
         firsts.append((title, *ttft))
@@ -40,19 +51,13 @@ def engine_table(document: dict[str, Any]) -> str:
         f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, "
         f"median of {settings['rounds']} alternated rounds."
     )
-    return "\n".join([
-        f"**{host(document)}**",
-        "",
-        caption(document, text),
-        "",
+    return study_block(document, text, [
         *table(("tokens/s", "engine", "PEFT `generate`", "ratio (lowest round)", "service over HTTP"), speeds),
         "",
         *table(("time to first token", "engine", "PEFT `generate`", "service over HTTP"), firsts),
         "",
         *_aim_lines(figures),
         *_step_lines(figures),
-        "",
-        probe_text(figures, ON_ONE_CORE),
     ])  # fmt: skip
 
 
@@ -105,7 +110,7 @@ def neighbours_table(document: dict[str, Any]) -> str:
         (
             f"{title} ({settings[spin]} polls)",
             *(f"{figures[f'{name}_{kind}_ms']:.1f} ms" for kind in ("alone", "busy")),
-            f"{figures[ratio]:.2f} ({figures[f'{ratio}_max']:.2f})",
+            with_worst(figures, ratio, "max"),
         )
         for title, name, spin, ratio in (
             ("a node's limit", "limited", "spin", "busy_over_alone"),
@@ -113,16 +118,10 @@ def neighbours_table(document: dict[str, Any]) -> str:
         )
     ]
     alone = f"{figures['alone_over_default']:.3f} ({figures['alone_over_default_max']:.3f})"
-    return "\n".join([
-        f"**{host(document)}**",
-        "",
-        caption(document, text),
-        "",
+    return study_block(document, text, [
         *table(("", "alone", "one busy process per core", "ratio"), rows),
         "",
         f"Alone, the limit takes {alone} times as long as the default.",
-        "",
-        probe_text(figures, ON_ONE_CORE),
     ])  # fmt: skip
 
 

@@ -40,6 +40,30 @@ def chaos_table(document: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def gone_table(document: dict[str, Any]) -> str:
+    """Renders gone.py's replies by the resource that was away, and its counts that have to be 0."""
+    figures, settings, row = document["figures"], document["settings"], document["rows"][0]
+    text = (
+        f"{settings['model']}, {settings['seconds'] / 60:.0f} minutes, {settings['callers']} callers of "
+        f"{settings['routes']} routes, "
+        f"{figures['calls']:.0f} calls, {figures['acknowledged']:.0f} acknowledged changes."
+    )
+    cells = []
+    for name, replies in sorted(row["by_resource"].items()):
+        statuses = {int(status): count for status, count in replies["statuses"].items()}
+        classes = (sum(n for status, n in statuses.items() if status // 100 == kind) for kind in (2, 4))
+        failed = ", ".join(f"{status}: {n}" for status, n in sorted(statuses.items()) if status >= 500)
+        cells.append((name, *map(str, classes), failed or "-", f"{replies['longest_s']:.1f} s"))
+    zero = ("unanswered", "cut", "wrong", "unrecovered", "lost")
+    return "\n".join([
+        caption(document, text),
+        "",
+        *table(("away", "2xx", "4xx", "5xx", "longest call"), cells),
+        "",
+        *table(zero, [[f"{figures[name]:.0f}" for name in zero]]),
+    ])  # fmt: skip
+
+
 def restored_table(document: dict[str, Any]) -> str:
     settings, rows = document["settings"], [row for row in document["rows"] if "copies" in row]
     replaced = [row for row in document["rows"] if "leader_s" in row]

@@ -25,7 +25,7 @@ from benchmarks.common.report import RESULTS, ROOT
 from benchmarks.engine.tables import engine_table, neighbours_table
 from benchmarks.exactness.tables import exactness_table, rounding_table
 from benchmarks.fairness.tables import fairness_table
-from benchmarks.faults.tables import chaos_table, restored_table
+from benchmarks.faults.tables import chaos_table, gone_table, restored_table
 from benchmarks.forecast.tables import (
     cost_table,
     day_table,
@@ -106,6 +106,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "scale": one("scale", scale_table),
         "fairness": one("fairness", fairness_table),
         "chaos": each(("chaos_minute", "chaos"), chaos_table),
+        "gone": one("gone", gone_table),
         "restored": one("restored", restored_table),
     },
     ROOT / "docs" / "results" / "gpu.md": {

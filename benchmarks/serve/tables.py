@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.common.report import ON_ONE_CORE, caption, probe_text
-from benchmarks.common.rule import host, table, wrapped
-from benchmarks.engine.tables import dtypes
+from benchmarks.common.rule import table, wrapped
+from benchmarks.engine.tables import dtypes, study_block, with_worst
 
 
 def serve_table(document: dict[str, Any]) -> str:
@@ -21,30 +20,20 @@ def serve_table(document: dict[str, Any]) -> str:
         of = {key.removesuffix(f"_{name}"): value for key, value in document["figures"].items() if key.endswith(name)}
         speeds.append((
             title, f"{of['base_tok_s']:.0f}", f"{of['mixed_tok_s']:.0f}",
-            *(_ratio(of, figure, "min") for figure in ("over_peft_static_base", "over_peft")),
+            *(with_worst(of, figure, "min") for figure in ("over_peft_static_base", "over_peft")),
         ))  # fmt: skip
         base, mixed, padded = (f"{of[f'{kind}_step_ms']:.1f} ms" for kind in ("base", "mixed", "padded"))
         steps.append((
-            title, base, f"{mixed}, {_ratio(of, 'added_step_over_floor', 'max')}",
-            padded, _ratio(of, "padded_over_mixed_step", "min"),
+            title, base, f"{mixed}, {with_worst(of, 'added_step_over_floor', 'max')}",
+            padded, with_worst(of, "padded_over_mixed_step", "min"),
         ))  # fmt: skip
-    return "\n".join([
-        f"**{host(document)}**",
-        "",
-        caption(document, text),
-        "",
+    return study_block(document, text, [
         *table(("tokens/s", "base", "eight adapters", "over PEFT: base", "adapters"), speeds),
         "",
         *table(("median step", "base", "eight adapters, added / floor", "padded", "padded / adapters"), steps),
         "",
         _over_http(document),
-        "",
-        probe_text(document["figures"], ON_ONE_CORE),
     ])  # fmt: skip
-
-
-def _ratio(figures: dict[str, float], name: str, worst: str) -> str:
-    return f"{figures[name]:.2f} ({figures[f'{name}_{worst}']:.2f})"
 
 
 def _over_http(document: dict[str, Any]) -> str:

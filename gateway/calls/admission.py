@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from adapters.tenants import Tenant
 from cluster.errors import ServiceError
-from cluster.limits import Call, LimitState, Owner, Rates, Refusal
+from cluster.limits import Call, LimitState, Owner, Refusal
 from cluster.messages import GenerateRequest
+from gateway.catalog.door import charge_of, spend
 from gateway.workers.metrics import Metrics
 
 T = TypeVar("T")
@@ -34,11 +35,13 @@ def call_of(
     requests: Sequence[GenerateRequest],
     *,
     yields: bool = False,
+    paid: bool = True,
 ) -> Call:
     """Returns the tokens and places that a call takes from its tenant's and its function's limits.
 
-    `yields`: True for a background call, which leaves some places to interactive calls. Raises ServiceError
-    `validation_failed` if the call has more choices than the limits allow at once.
+    `yields`: True for a background call, which leaves some places to interactive calls. `paid`: False if no request has
+    paid for the call at the door, so that its start does. Raises ServiceError `validation_failed` if the call has more
+    choices than the limits allow at once.
     """
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}
@@ -51,7 +54,8 @@ def call_of(
         owners = (_yielding(owners[0], len(requests)), _yielding(owners[1], len(requests)))
     return Call(
         tenant=tenant,
-        rates=Rates(limits.rps, limits.tokens_per_minute),
+        tokens_per_minute=limits.tokens_per_minute,
+        charge=None if paid else charge_of(limits, "rps"),
         tokens=sum(_prompt(request) + request.max_tokens for request in requests),
         places=len(requests),
         owners=tuple(
@@ -71,6 +75,8 @@ async def admitted(call: Call, limits: LimitState, metrics: Metrics, used: Calla
     `used` returns the tokens that the call has used; unused ones are given back at the end. Raises ServiceError
     `rate_limited`.
     """
+    if call.charge is not None:
+        await spend(limits, metrics, call.tenant, call.charge)
     if not call.limited:
         yield
         return
@@ -108,11 +114,9 @@ async def _to_the_end(work: asyncio.Future[T]) -> T:
 
 
 def _refused(refusal: Refusal, call: Call) -> ServiceError:
-    rates = call.rates
-    if refusal.why == "requests":
-        why = f"the tenant may send {rates.rps:g} requests per second"
-    elif refusal.why == "tokens":
-        why = f"the tenant may use {rates.tokens_per_minute:g} tokens per minute, and this call may use {call.tokens}"
+    if refusal.why == "tokens":
+        limit = call.tokens_per_minute
+        why = f"the tenant may use {limit:g} tokens per minute, and this call may use {call.tokens}"
     else:
         owner = refusal.owner
         assert owner is not None

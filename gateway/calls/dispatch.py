@@ -9,15 +9,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
 from cluster.errors import ServiceError
 from cluster.limits import LimitState
-from cluster.messages import Adapter, Done, Failed, GenerateRequest, Started, Token, TokenLogprob
+from cluster.messages import Adapter, Done, Event, Failed, GenerateRequest, Started, Token, TokenLogprob
 from cluster.news import RECORD_EXPIRY
 from cluster.state import ClusterState
 from gateway.calls.accounting import Accounting, Times
@@ -74,6 +74,12 @@ class Generation:
         """Number of times that the generation continued on another node."""
         self._generated: list[int] = []
         self._failures = 0
+        self._failure: ServiceError | None = None
+        """Error of the last attempt."""
+        self._excluded: frozenset[str] = frozenset()
+        """Ids of the nodes that failed; the next attempt is on another one."""
+        self._moved: Placed | None = None
+        """Reserved place of the next attempt; None if the next attempt is to be routed."""
         self._is_queued = False
         self._deadline = math.inf
         self._revoked: asyncio.Future[Exception]
@@ -84,52 +90,31 @@ class Generation:
 
         Must be closed (`aclosing`), which cancels the request on the node.
         """
-        shared, outcome, excluded = self.shared, "cancelled", frozenset[str]()
-        failure: ServiceError | None = None
-        moved: Placed | None = None
-        shared.accounting.metrics.change_open(1)
-        try:
-            with self._tracked() as self._revoked:
-                self._deadline = time.monotonic() + self.request.timeout
-                await shared.wait_for_nodes(self._deadline)
-                while True:
-                    if time.monotonic() >= self._deadline:
-                        raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
-                    placed = moved or await self._route_or_hold(excluded, failure)
-                    moved = None
-                    self.stay.wait(placed.pool, placed.work)
-                    self._set_queued(True)
-                    stream = shared.client.stream(placed, self._sent(placed), self._interruption())
+        with self._accounted(), self._tracked() as self._revoked:
+            self._deadline = time.monotonic() + self.request.timeout
+            await self.shared.wait_for_nodes(self._deadline)
+            while True:
+                placed = await self._next_place()
+                async with self._stream_at(placed) as stream:
                     try:
                         async with aclosing(stream) as events:
                             async for event in events:
-                                if isinstance(event, Token):
-                                    self._record_token(event)
-                                    yield self.index, event
-                                elif isinstance(event, Done):
-                                    self._record_done(event)
-                                    yield self.index, event
-                                elif isinstance(event, Started):
-                                    self._record_start(event)
-                                elif isinstance(event, Failed):
-                                    raise NodeFailure(self._error_of(event), retryable=event.retryable)
-                                else:  # collected, because another node may have to send them again
-                                    self.prompt_logprobs += event.logprobs
+                                if (item := self._record(event)) is not None:
+                                    yield self.index, item
                         return
                     except Rerouted as rerouted:
-                        moved = rerouted.placed
+                        self._moved = rerouted.placed
                         self._resume()
-                    except NodeFailure as error:
-                        log.warning("%s", error, extra={"invocation": self.request.id})
-                        self._failures += 1
-                        if not self._is_retryable(error):
-                            raise error.error from error
-                        failure, excluded = error.error, excluded | {placed.node_id}
-                        self._resume()
-                        shared.accounting.metrics.count_retry()
-                    finally:
-                        self._set_queued(False)
-                        await shared.state.release(placed.node_id, self.request.id)
+                    except NodeFailure as failure:
+                        self._retry(placed, failure)
+
+    @contextmanager
+    def _accounted(self) -> Iterator[None]:
+        """Counts the generation as open, and records its outcome and usage at the end."""
+        accounting, outcome = self.shared.accounting, "cancelled"
+        accounting.metrics.change_open(1)
+        try:
+            yield
         except Exception as error:
             outcome = error.type if isinstance(error, ServiceError) else "internal"
             self.invocation.meter.fail()
@@ -140,9 +125,55 @@ class Generation:
                 self.invocation.meter.cut(self._prompt_tokens, self.times.tokens, cold)
             raise
         finally:
-            shared.accounting.metrics.change_open(-1)
+            accounting.metrics.change_open(-1)
             self.stay.end()
-            shared.accounting.record_end(self.request, self.function, outcome, self.done, self.times, self.stay)
+            accounting.record_end(self.request, self.function, outcome, self.done, self.times, self.stay)
+
+    async def _next_place(self) -> Placed:
+        """Returns the place for the next attempt: the one that the generation is moved to, or a routed one. Raises
+        ServiceError."""
+        if time.monotonic() >= self._deadline:
+            raise self._failure or ServiceError("timeout", "the timeout passed before the request reached a node")
+        placed = self._moved or await self._route_or_hold(self._excluded, self._failure)
+        self._moved = None
+        return placed
+
+    @asynccontextmanager
+    async def _stream_at(self, placed: Placed) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """Yields the stream of events from the node at `placed`, and releases the place at the end."""
+        self.stay.wait(placed.pool, placed.work)
+        self._set_queued(True)
+        try:
+            yield self.shared.client.stream(placed, self._sent(placed), self._interruption())
+        finally:
+            self._set_queued(False)
+            await self.shared.state.release(placed.node_id, self.request.id)
+
+    def _record(self, event: Event) -> Token | Done | None:
+        """Records a node's event. Returns it if the client gets it, else None. Raises NodeFailure and ServiceError."""
+        if isinstance(event, Token):
+            self._record_token(event)
+            return event
+        if isinstance(event, Done):
+            self._record_done(event)
+            return event
+        if isinstance(event, Started):
+            self._record_start(event)
+        elif isinstance(event, Failed):
+            raise NodeFailure(self._error_of(event), retryable=event.retryable)
+        else:  # collected, because another node may have to send them again
+            self.prompt_logprobs += event.logprobs
+        return None
+
+    def _retry(self, placed: Placed, failure: NodeFailure) -> None:
+        """Prepares an attempt on another node. Raises the failure's ServiceError if there may be none."""
+        log.warning("%s", failure, extra={"invocation": self.request.id})
+        self._failures += 1
+        if not self._is_retryable(failure):
+            raise failure.error from failure
+        self._failure, self._excluded = failure.error, self._excluded | {placed.node_id}
+        self._resume()
+        self.shared.accounting.metrics.count_retry()
 
     @property
     def used_tokens(self) -> int:

@@ -146,7 +146,14 @@ class InputProcessor:
                 for choice in range(choices)
             )
         ]
-        call = call_of(account, target.function, target.policy.max_concurrency, requests, yields=in_background)
+        call = call_of(
+            account,
+            target.function,
+            target.policy.max_concurrency,
+            requests,
+            yields=in_background,
+            paid=request.state.paid if in_background else True,
+        )
         watch.lap("tokenize")
         version = BASE if target.version is None else str(target.version)
         return Invocation(
@@ -210,7 +217,7 @@ class InputProcessor:
     def _timeout(self, stated: GenerationParams, target: Target) -> float:
         if stated.timeout is not None and stated.timeout > self.max_timeout:
             raise invalid("timeout", f"timeout may be at most {self.max_timeout:g} s here")
-        return stated.timeout or target.policy.timeout or self.request_timeout
+        return min(stated.timeout or target.policy.timeout or self.request_timeout, self.max_timeout)
 
     def _request(
         self,
@@ -267,10 +274,11 @@ def is_background(request: Request) -> bool:
     return bool(getattr(request.state, "spare_only", False))
 
 
-def background_request(request_id: str, path: str = "", body: bytes = b"") -> Request:
+def background_request(request_id: str, path: str = "", body: bytes = b"", *, paid: bool = False) -> Request:
     """Returns the request of a call without a connection, which runs in spare capacity.
 
-    It looks like one of a client that never disconnects.
+    It looks like one of a client that never disconnects. `paid`: True if the request that submitted the call has taken
+    it from the tenant's `rps`.
     """
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -286,7 +294,7 @@ def background_request(request_id: str, path: str = "", body: bytes = b"") -> Re
         "headers": [],
         "query_string": b"",
         "path_params": {"target": path.removeprefix("/invoke/")},
-        "state": {"request_id": request_id, "spare_only": True},
+        "state": {"request_id": request_id, "spare_only": True, "paid": paid},
     }
     return Request(scope, receive)
 

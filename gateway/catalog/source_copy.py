@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
-from adapters.errors import StoreUnavailable
+from adapters.errors import StoreFull, StoreUnavailable
 from adapters.s3_url import S3Place
 from adapters.sources import Forbidden, SourceFiles, Sources
 from cluster.errors import ServiceError
@@ -53,6 +53,8 @@ async def copied_source(
     except (TimeoutError, StoreUnavailable) as error:
         if copying.done() and not copying.exception():
             raise  # not an error of the copy, but of the context's body
+        if isinstance(error, StoreFull):
+            raise
         message = "the source can't be copied now, or not in time"
         raise ServiceError("unavailable", message, retry_after=RETRY_AFTER) from error
     finally:

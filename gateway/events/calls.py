@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
-from adapters.destinations import Destination, check_destination
+from adapters.destinations import Destination
 from adapters.errors import NotFound
 from adapters.functions import Policy
 from adapters.store import ObjectStore
@@ -24,6 +24,7 @@ from gateway.calls.reply import collect, invoke_reply
 from gateway.calls.request import InputProcessor, background_request
 from gateway.catalog.threads import StoreThreads
 from gateway.events.deliveries import Deliveries
+from gateway.events.destinations import Destinations
 from gateway.events.events import Events
 from gateway.events.records import EventRecord
 from gateway.events.transitions import accepted
@@ -32,7 +33,6 @@ from gateway.events.webhooks import Webhooks
 from gateway.events.worker import NotKnownHere, Worker
 from gateway.http.stopwatch import Stopwatch
 from gateway.places.pools import Pools
-from gateway.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_KEY = 255
@@ -48,8 +48,7 @@ class EventCalls:
     events: Events
     inputs: InputProcessor
     dispatcher: Dispatcher
-    webhook_hosts: Sequence[str]
-    """Hosts to which webhooks of all tenants may be sent."""
+    destinations: Destinations
     store: ObjectStore
     threads: StoreThreads
     pools: Pools
@@ -72,8 +71,8 @@ class EventCalls:
         invocation = await self.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
         policy = invocation.target.policy
         on_success, on_failure = call.on_success or policy.on_success, call.on_failure or policy.on_failure
-        await self._check(tenant, on_success, "on_success")
-        await self._check(tenant, on_failure, "on_failure")
+        await self._check(tenant, on_success, "on_success", stated=call.on_success is not None)
+        await self._check(tenant, on_failure, "on_failure", stated=call.on_failure is not None)
         stated = msgspec.to_builtins(call)
         arguments = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
         event = accepted(
@@ -98,7 +97,7 @@ class EventCalls:
         except msgspec.ValidationError:
             raise NotKnownHere from None
         function, source = (event.function, event.qualifier), source_of(call, self.inputs.base.vocab_size)
-        request, watch = background_request(event.id), Stopwatch()
+        request, watch = background_request(event.id, paid=is_paid(event)), Stopwatch()
         invocation = await self.inputs.prepare(
             request, event.tenant, watch, function=function, source=source, stated=call
         )
@@ -123,32 +122,31 @@ class EventCalls:
             return choices[0].version.policy
 
         pools = self.pools
-        webhooks = Webhooks(self._webhook_hosts, pools["webhooks"], pools["webhook_names"])
+        webhooks = Webhooks(self.destinations.webhook_hosts, pools["webhooks"], pools["webhook_names"])
         deliveries = Deliveries(self.events, webhooks, policy_of, pools["destinations"])
         async with Worker(self.events, self.execute, deliveries, can_run, pools["event_runs"]).running():
             yield
 
-    async def _webhook_hosts(self, tenant: str) -> WebhookHosts:
-        """Returns the allowed hosts of the tenant's webhooks: those for all tenants, and its own. Raises
-        StoreUnavailable."""
-        tenant_hosts: tuple[str, ...] = ()
-        with suppress(NotFound):  # the tenant is being removed, together with its calls
-            tenant_hosts = (await self.inputs.callers.account(tenant)).webhook_hosts
-        return parse_webhook_hosts((*self.webhook_hosts, *tenant_hosts))
+    async def _check(self, tenant: str, destination: Destination | None, field: str, *, stated: bool) -> None:
+        """Checks a destination. Raises InvalidRequest, and ServiceError `validation_failed` if it can't be reached.
 
-    async def _check(self, tenant: str, destination: Destination | None, field: str) -> None:
-        """Checks a destination. Raises InvalidRequest, and ServiceError `validation_failed` for a webhook that could
-        not be sent."""
-        check_destination(destination, field)
-        if destination is None or destination.webhook is None:
+        `stated`: True if the call states it. A function that a policy names was checked when the policy was set; if it
+        was deleted since, the call still runs.
+        """
+        if destination is None or (destination.webhook is None and not stated):
             return
-        try:
-            (await self._webhook_hosts(tenant)).check_url(destination.webhook)
-        except NotAllowed as error:
-            raise ServiceError("validation_failed", str(error), param=f"{field}.webhook") from None
+        await self.destinations.check(tenant, destination, field)
+        if destination.webhook is None:
+            return
         if not await self.threads.read(read_secrets, self.store, tenant):
             why = "the tenant has no webhook secret to sign with: POST /tenants/{id}/webhook-secrets makes one"
             raise ServiceError("validation_failed", why, param=f"{field}.webhook")
+
+
+def is_paid(event: EventRecord) -> bool:
+    """Returns whether the request that submitted the event has paid for its call. No request has for a destination's
+    call, and none for each dead letter that is redriven."""
+    return event.depth == 0 and event.redriven == 0
 
 
 def _event_id(request: Request, tenant: str) -> str:

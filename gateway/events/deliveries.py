@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from adapters.errors import NotFound
 from adapters.functions import Policy
 from cluster.errors import ServiceError
 from gateway.events.events import Events
@@ -115,8 +116,8 @@ class Deliveries:
         )
         try:
             await self._events.add(called)
-        except ServiceError as error:
-            raise NotDelivered(error.message) from None
+        except (ServiceError, NotFound) as error:  # no room for it, or the tenant is being removed
+            raise NotDelivered(str(error)) from None
 
 
 def message_id(event: EventRecord) -> str:

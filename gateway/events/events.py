@@ -16,6 +16,7 @@ from cluster.errors import ServiceError
 from cluster.redis_link import RedisLink
 from gateway.catalog.threads import StoreThreads
 from gateway.events.event_store import EventStore
+from gateway.events.quota import AccountOf, CallQuota
 from gateway.events.records import DEAD, ENDED, EventRecord, State, folder
 from gateway.events.transitions import cancelled, redriven
 from gateway.jobs.clocks import StoreClock
@@ -65,11 +66,17 @@ class _Count(NamedTuple):
 
 
 class Events:
-    """Asynchronous calls of all tenants. `max_queued`: maximum queued events of a tenant, as each worker counts
-    them."""
+    """Asynchronous calls of all tenants. `max_queued`: maximum queued events of a tenant, as each worker counts them.
+    `account_of` returns a tenant's record, whose limits bound its stored events."""
 
     def __init__(
-        self, store: EventStore, threads: StoreThreads, channel: Channel[EventQueued], max_queued: int = MAX_QUEUED
+        self,
+        store: EventStore,
+        threads: StoreThreads,
+        channel: Channel[EventQueued],
+        max_queued: int = MAX_QUEUED,
+        *,
+        account_of: AccountOf,
     ) -> None:
         self.store = store
         self.threads = threads
@@ -81,18 +88,21 @@ class Events:
         self._channel = channel
         self._channel.on_message = lambda _: self.wake()
         self._max_queued = max_queued
+        self._quota = CallQuota(store.objects, threads, account_of)
         self._counts: dict[str, _Count] = {}
 
     async def add(self, event: EventRecord) -> EventRecord:
         """Stores the event durably and returns it, or the stored event of the same id.
 
-        Raises ServiceError: `overloaded` when the tenant's queue is full, `conflict` when another call has used the
-        Idempotency-Key; StoreUnavailable.
+        Raises ServiceError: `overloaded` when the tenant's queue is full, `rate_limited` when it may store no more
+        calls, `conflict` when another call has used the Idempotency-Key; StoreUnavailable.
         """
         stored = await self.threads.read(self.store.find, event.tenant, event.id)
         if stored is None:
             await self._check_room(event.tenant, 1)
-            if await self.threads.write(self.store.add, event) is not None:
+            async with self._quota.room(event.tenant, len(msgspec.json.encode(event))):
+                added = await self.threads.write(self.store.add, event) is not None
+            if added:
                 self.announce()
                 return event
             stored = await self.threads.read(self.store.find, event.tenant, event.id)

@@ -134,8 +134,12 @@ def marker_key(index: str, event: EventRecord, time: float, nonce: str) -> str:
     return f"{folder(index, event.tenant)}{ms:014d}-{nonce}-{event.id}-{event.holder}-{function}"
 
 
+def records_prefix(tenant: str) -> str:
+    return f"tenants/{tenant}/invocations/"
+
+
 def event_key(tenant: str, event_id: str) -> str:
-    return f"tenants/{tenant}/invocations/{event_id}.json"
+    return f"{records_prefix(tenant)}{event_id}.json"
 
 
 def new_nonce() -> str:

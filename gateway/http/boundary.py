@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.errors import NoSuchFunction
 from cluster.errors import ServiceError
-from gateway.http.errors import ClientGone, error_reply, is_unexpected, to_service_error
+from gateway.http.errors import ClientGone, error_reply, exhausted_resource, is_unexpected, to_service_error
 from gateway.http.responses import json_response
 from gateway.workers.metrics import Metrics
 
@@ -132,5 +132,10 @@ def _route(scope: Scope) -> str:
 def _log_failure(error: Exception, reply: _Reply, scope: Scope) -> None:
     if is_unexpected(error):
         log.error("request failed", exc_info=error, extra={"request_id": reply.request_id, "route": _route(scope)})
+    elif missing := exhausted_resource(error):
+        # without the stack trace, since many requests fail for the same reason
+        log.error(
+            "a request failed, since this process is short of %s", missing, extra={"request_id": reply.request_id}
+        )
     elif reply.status:
         log.warning("reply broke off: %s", error, extra={"request_id": reply.request_id, "route": _route(scope)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import errno
 from typing import Any
 
 import msgspec
@@ -12,7 +12,14 @@ from adapters import errors as adapter_errors
 from cluster.errors import ServiceError
 
 STORE_RETRY_AFTER = 2.0
+RESOURCE_RETRY_AFTER = 2.0
+EXHAUSTED = {errno.EMFILE: "descriptors", errno.ENFILE: "descriptors", errno.ENOMEM: "memory"}
+"""Resources of the process by the error number that says that none is left."""
+MAX_CAUSES = 8
+"""Number of errors in a chain of causes that are examined."""
 INSPECTION_RETRY_AFTER = 5.0
+FULL_RETRY_AFTER = 30.0
+REGISTRY_FULL = "the registry can't be written to, because its disk is full or read-only"
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
 """Maximum characters of an error's `param` and message in a reply. Both may quote the request, which may be a megabyte
@@ -41,6 +48,12 @@ def invalid(param: str | None, message: str) -> ServiceError:
     return ServiceError("validation_failed", message, param=param)
 
 
+def no_room(what: str) -> ServiceError:
+    """Returns the error of a request that would store something where nothing can be stored now. `what`: which disk."""
+    advice = "nothing of this request was stored; send it again when the operator has made room"
+    return ServiceError("insufficient_storage", f"{what}: {advice}", retry_after=FULL_RETRY_AFTER)
+
+
 def to_service_error(error: BaseException) -> ServiceError:
     """Returns the error to show to the caller. Unexpected errors become `internal` without details."""
     match error:
@@ -51,6 +64,8 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("validation_failed", f"the adapter is refused: {error}", details=details)
         case adapter_errors.InvalidRequest():
             return invalid(error.param, str(error))
+        case adapter_errors.StoreFull():
+            return no_room(REGISTRY_FULL)
         case adapter_errors.StoreUnavailable() if not isinstance(error, adapter_errors.CorruptFunction):
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case HTTPException():
@@ -58,7 +73,27 @@ def to_service_error(error: BaseException) -> ServiceError:
     for kind, (error_type, retry_after) in AS_THEY_SAY.items():
         if isinstance(error, kind):
             return ServiceError(error_type, str(error), retry_after=retry_after)
+    if missing := exhausted_resource(error):
+        return ServiceError("unavailable", f"the gateway is short of {missing}", retry_after=RESOURCE_RETRY_AFTER)
     return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")
+
+
+def exhausted_resource(error: BaseException | None) -> str:
+    """Returns the resource of this process that an error says is exhausted; empty for other errors.
+
+    Looks at the errors that caused it, too: libraries wrap a failed `socket()` or `open()` in errors of their own.
+    """
+    for _ in range(MAX_CAUSES):
+        if isinstance(error, OSError) and error.errno in EXHAUSTED:
+            return EXHAUSTED[error.errno]
+        if isinstance(error, MemoryError):
+            return EXHAUSTED[errno.ENOMEM]
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return "threads or memory"
+        if error is None:
+            return ""
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def is_unexpected(error: BaseException) -> bool:
@@ -115,8 +150,8 @@ def openai_status(error: ServiceError) -> int:
 def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns the status, JSON body and extra headers of an error reply."""
     headers: dict[str, str] = {}
-    if error.type in ("rate_limited", "overloaded", "unavailable"):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
+    if error.retry_seconds is not None:
+        headers["retry-after"] = str(error.retry_seconds)
     if error.type == "unauthenticated":
         headers["www-authenticate"] = "Bearer"
     if path == "/v1" or path.startswith("/v1/"):

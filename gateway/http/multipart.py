@@ -18,12 +18,13 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from adapters.full_disk import is_full
 from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.wrong_files import PICKLE_FILE, PICKLE_PROBLEM
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig
 from gateway.http.bodies import stream_body
-from gateway.http.errors import invalid
+from gateway.http.errors import invalid, no_room
 from gateway.http.upload_folders import upload_prefix
 
 FLUSH_BYTES = 1 << 20
@@ -83,11 +84,13 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
 
 @contextmanager
 def disk_needed() -> Iterator[None]:
-    """Logs a full or broken disk, and raises ServiceError `unavailable` for it."""
+    """Logs a full or broken disk, and raises ServiceError `insufficient_storage` or `unavailable` for it."""
     try:
         yield
     except OSError as error:
         log.error("uploads can't be kept on this host's disk", exc_info=error)
+        if is_full(error):
+            raise no_room("uploads can't be kept, because the gateway's disk is full or read-only") from error
         raise ServiceError("unavailable", "uploads can't be kept now", retry_after=RETRY_AFTER) from error
 
 

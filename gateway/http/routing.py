@@ -7,8 +7,9 @@ from it.
     async def get_function(request: Request, catalog: Catalog, tenant: str) -> Response: ...
 
 A module's handlers get one group of the gateway's parts (gateway.groups), whose type is the argument of Routes. The
-decorator determines who may call the route, and the handler's further arguments. Undeclared query parameters are
-refused before the handler runs. The handler's name is the operation's id in the document, and the route in metrics.
+decorator determines who may call the route, which of the tenant's rates limits it, and the handler's further arguments.
+Undeclared query parameters are refused before the handler runs. The handler's name is the operation's id in the
+document, and the route in metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from cluster.http_protocol import mark_keyed
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
+from gateway.http.rates import CALL, READ, WRITE, Pay, RouteRate
 from gateway.http.stopwatch import Stopwatch
 from gateway.places.places import SERVICE, owner_now
 
@@ -107,7 +110,14 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Sequence[Parameter]
     errors: frozenset[int]
     key: bool
+    rate: RouteRate | None
+    """Rate of the tenant that limits requests; None for routes without a key, and those for admin keys only."""
     details: Details
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Returns the names of the tenant's limits that bound this operation."""
+        return (() if self.rate is None else (self.rate.rate,)) + tuple(self.details.get("limits", ()))
 
 
 class Details(TypedDict, total=False):
@@ -129,6 +139,11 @@ class Details(TypedDict, total=False):
     """True if a successful reply has the header ETag."""
     if_match: bool
     """True if the route supports If-Match."""
+    rate: RouteRate
+    """Rate that limits the route, if it is not the default: `rps` for calls, else reads for GET and writes for other
+    methods."""
+    limits: Sequence[str]
+    """Names of the tenant's limits that bound the route in addition to its rate."""
 
 
 class Routes(list[Operation], Generic[G]):
@@ -150,19 +165,22 @@ class Routes(list[Operation], Generic[G]):
         async def enter(_: Request) -> tuple[()]:
             return ()
 
-        return self._declare(enter, target, summary, replies or {}, details, (), key=False)
+        return self._declare(enter, target, summary, replies or {}, details, (), None, key=False)
 
     def tenant(
         self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
     ) -> Declare[TenantHandler[G]]:
         """Declares a route for a tenant's key, or for an admin key that names a tenant."""
 
+        rate = _rate(target, details)
+
         async def enter(request: Request) -> tuple[G, str]:
             tenant = await _authenticator(request).tenant(request)
+            await pay(request, tenant, rate)
             owner_now.set(tenant)
             return self.group(request), tenant
 
-        return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, (TENANT,))
+        return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, rate, (TENANT,))
 
     def call(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[CallHandler[G]]:
         """Declares a route for calls of functions, like `tenant`. The handler also gets a Stopwatch."""
@@ -170,11 +188,12 @@ class Routes(list[Operation], Generic[G]):
         async def enter(request: Request) -> tuple[G, str, Stopwatch]:
             watch = Stopwatch()
             tenant = await _authenticator(request).tenant(request)
+            await pay(request, tenant, CALL)
             watch.lap("auth")
             owner_now.set(tenant)
             return self.group(request), tenant, watch
 
-        return self._declare(enter, target, summary, replies, details, CALL_ERRORS, (TENANT, SESSION))
+        return self._declare(enter, target, summary, replies, details, CALL_ERRORS, CALL, (TENANT, SESSION))
 
     def admin(
         self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
@@ -185,19 +204,22 @@ class Routes(list[Operation], Generic[G]):
             await _authenticator(request).admin(request)
             return (self.group(request),)
 
-        return self._declare(enter, target, f"{summary}; admin key", replies, details, KEY_ERRORS)
+        return self._declare(enter, target, f"{summary}; admin key", replies, details, KEY_ERRORS, None)
 
     def caller(
         self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
     ) -> Declare[CallerHandler[G]]:
         """Declares a route for any key. The handler gets the caller, so it can show more to admin keys."""
+        rate = _rate(target, details)
 
         async def enter(request: Request) -> tuple[G, Caller]:
             caller = await _authenticator(request).caller(request)
+            if caller.tenant is not None and not caller.admin:
+                await pay(request, caller.tenant, rate)
             owner_now.set(caller.tenant or SERVICE)
             return self.group(request), caller
 
-        return self._declare(enter, target, summary, replies, details, KEY_ERRORS)
+        return self._declare(enter, target, summary, replies, details, KEY_ERRORS, rate)
 
     def _declare(
         self,
@@ -207,6 +229,7 @@ class Routes(list[Operation], Generic[G]):
         replies: Replies,
         details: Details,
         errors: Sequence[int],
+        rate: RouteRate | None,
         headers: Sequence[Parameter] = (),
         *,
         key: bool = True,
@@ -220,6 +243,8 @@ class Routes(list[Operation], Generic[G]):
             @wraps(handler)
             async def endpoint(request: Request) -> ASGIApp:
                 arguments = await enter(request)
+                if key:
+                    mark_keyed(request.scope)
                 known_only(request, *queries)
                 return await handler(request, *arguments)
 
@@ -231,8 +256,9 @@ class Routes(list[Operation], Generic[G]):
                     summary=summary,
                     replies=replies,
                     parameters=parameters,
-                    errors=_errors(path, details, errors),
+                    errors=_errors(method, path, details, errors),
                     key=key,
+                    rate=rate,
                     details=details,
                 )
             )
@@ -245,6 +271,15 @@ TenantHandler = Callable[[Request, G, str], Awaitable[ASGIApp]]
 CallHandler = Callable[[Request, G, str, Stopwatch], Awaitable[ASGIApp]]
 AdminHandler = Callable[[Request, G], Awaitable[ASGIApp]]
 CallerHandler = Callable[[Request, G, Caller], Awaitable[ASGIApp]]
+
+
+async def pay(request: Request, tenant: str, rate: RouteRate) -> None:
+    """Takes a request's amount from a rate of its tenant. Raises ServiceError `rate_limited`."""
+    await cast(Pay, request.state.pay)(request, tenant, rate)
+
+
+def _rate(target: str, details: Details) -> RouteRate:
+    return details.get("rate", READ if target.startswith("GET ") else WRITE)
 
 
 def _authenticator(request: Request) -> Authenticator:
@@ -264,9 +299,11 @@ def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> li
     ]
 
 
-def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
+def _errors(method: str, path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
     """Returns the error statuses of a route. OpenAI's clients don't know 422, so /v1 uses 400 instead."""
     statuses = {*errors, *details.get("errors", ())}
+    if method != "GET":
+        statuses.add(507)
     if "{" in path:
         statuses.add(404)
     if "body" in details or "multipart" in details:

@@ -30,11 +30,12 @@ class StoreClock:
     async def now(self) -> float:
         """Returns Unix time by the store's clock. Raises StoreUnavailable if it could never be measured."""
         if self._offset is None or self._clock() - self._measured_at > VALID_S:
-            await self._measure()
+            await self.measure()
         assert self._offset is not None
         return self._clock() + self._offset
 
-    async def _measure(self) -> None:
+    async def measure(self) -> None:
+        """Reads the store's clock. If that fails, the earlier offset stays. Raises StoreUnavailable without one."""
         self._measured_at = started_at = self._clock()
         try:
             self._offset = await self._threads.read(self._store.now) - started_at

@@ -71,6 +71,7 @@ class Pools:
         for name, places in self._places.items():
             size.labels(name).set(places.pool.size)
             self._refused.labels(name)
+            self._record(places, False)
 
     def __getitem__(self, name: str) -> Places:
         return self._places[name]

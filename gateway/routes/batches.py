@@ -10,6 +10,7 @@ from gateway.batches.pages import Page, page_parameters
 from gateway.groups import Calls
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
+from gateway.http.rates import READ_MANY
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 
@@ -19,7 +20,14 @@ MAX_PAGE = 1000
 BATCH_ID = parameter("path", "batch_id", "The batch")
 
 
-@routes.tenant("POST /v1/batches", "Run the calls of a file", {200: Batch}, body=BatchRequest, errors=(409,))
+@routes.tenant(
+    "POST /v1/batches",
+    "Run the calls of a file",
+    {200: Batch},
+    body=BatchRequest,
+    errors=(409,),
+    limits=("file_bytes", "rps", "tokens_per_minute", "concurrent"),
+)
 async def create_batch(request: Request, calls: Calls, tenant: str) -> Response:
     body = await read_message(request, calls.config, BatchRequest)
     caller, batches = await calls.callers.caller(request), calls.batches
@@ -34,7 +42,13 @@ async def create_batch(request: Request, calls: Calls, tenant: str) -> Response:
     return json_response(batch.reply())
 
 
-@routes.tenant("GET /v1/batches", "The tenant's batches", {200: BatchList}, parameters=page_parameters(MAX_PAGE))
+@routes.tenant(
+    "GET /v1/batches",
+    "The tenant's batches",
+    {200: BatchList},
+    parameters=page_parameters(MAX_PAGE),
+    rate=READ_MANY,
+)
 async def list_batches(request: Request, calls: Calls, tenant: str) -> Response:
     page, records = Page.from_request(request, "batch_", default=20, max_limit=MAX_PAGE), calls.batches.records
     ids = page.ids(await calls.threads.read(records.ids, tenant))

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ServiceError
+from cluster.http_protocol import mark_keyed
 from cluster.messages import PROTOCOL_VERSION, VersionMismatch
 from cluster.news import FullReportRequest, NodeReport
 from cluster.node_book import TooManyNodes
@@ -30,6 +31,7 @@ async def record(request: Request) -> Response:
     nodes = routes.group(request)
     if not is_authorized(request.headers.get("authorization"), nodes.secret):
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
+    mark_keyed(request.scope)
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
         report = _decode(body)

@@ -76,6 +76,7 @@ class DeployReply(msgspec.Struct, frozen=True):
     body=DeploySource,
     multipart=ADAPTER_FORM,
     errors=(409, 499, 504),
+    limits=("adapters", "bytes"),
 )
 async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
@@ -119,6 +120,8 @@ async def _store(
 ) -> Response:
     problems: list[str] = []
     registry, staged = catalog.registry, None
+    aliases = ("latest",) if upload.alias is None else (upload.alias, "latest")
+    await catalog.destinations.check_policy(tenant, name, upload.policy or {}, within="policy.", aliases=aliases)
     checks = partial(catalog.pools["deploy_checks"].hold, tenant, catalog.config.deploy_wait)
     await catalog.templates.check(
         tenant, upload.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."

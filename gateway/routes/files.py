@@ -9,15 +9,16 @@ from starlette.responses import Response, StreamingResponse
 
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
-from gateway.batches.files import FileRecord, piece_starts
+from gateway.batches.files import READ_BYTES, FileRecord, piece_starts
 from gateway.batches.messages import FileDeleted, FileList, FileObject
 from gateway.batches.pages import Page, page_parameters
 from gateway.batches.upload import receive_file
 from gateway.groups import Calls
 from gateway.http.bodies import media_type
 from gateway.http.errors import invalid
+from gateway.http.rates import READ_MANY, RouteRate
 from gateway.http.responses import json_response
-from gateway.http.routing import Routes, parameter
+from gateway.http.routing import Routes, parameter, pay
 
 routes = Routes(Calls)
 
@@ -37,7 +38,12 @@ FILE_ID = parameter("path", "file_id", "The file")
 
 
 @routes.tenant(
-    "POST /v1/files", "Upload the calls of a batch", {200: FileObject}, multipart=FILE_FORM, errors=(409, 413, 415)
+    "POST /v1/files",
+    "Upload the calls of a batch",
+    {200: FileObject},
+    multipart=FILE_FORM,
+    errors=(409, 413, 415),
+    limits=("file_bytes",),
 )
 async def create_file(request: Request, calls: Calls, tenant: str) -> Response:
     if media_type(request) != "multipart/form-data":
@@ -54,6 +60,7 @@ async def create_file(request: Request, calls: Calls, tenant: str) -> Response:
     "The tenant's files",
     {200: FileList},
     parameters=(*page_parameters(MAX_PAGE), parameter("query", "purpose", "Only those of this purpose")),
+    rate=READ_MANY,
 )
 async def list_files(request: Request, calls: Calls, tenant: str) -> Response:
     page, purpose = (
@@ -79,6 +86,8 @@ async def get_file(request: Request, calls: Calls, tenant: str) -> Response:
 @routes.tenant("GET /v1/files/{file_id}/content", "Its content", {200: bytes}, parameters=(FILE_ID,))
 async def get_file_content(request: Request, calls: Calls, tenant: str) -> Response:
     record = await _record(request, calls, tenant)
+    if pieces := record.bytes // READ_BYTES:  # each is one more read of the store
+        await pay(request, tenant, RouteRate("reads_per_second", pieces))
     headers = {"content-length": str(record.bytes), "x-content-type-options": "nosniff"}
     content = _content(calls, tenant, record)
     return StreamingResponse(content, headers=headers, media_type="application/octet-stream")

@@ -16,6 +16,7 @@ from gateway.groups import Catalog
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match, integer
+from gateway.http.rates import READ_MANY
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_TEXT, Routes, parameter
 from gateway.routes.aliases import only_version
@@ -123,6 +124,7 @@ _LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 100}
         parameter("query", "limit", "Functions per page", _LIMIT),
         parameter("query", "after", "`next` of the page before", NAME_TEXT),
     ),
+    rate=READ_MANY,
 )
 async def list_functions(request: Request, catalog: Catalog, tenant: str) -> Response:
     limit = integer(request, "limit", 100, 1, MAX_PAGE)
@@ -163,6 +165,7 @@ async def get_function(request: Request, catalog: Catalog, tenant: str) -> Respo
 async def change_policy(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
     policy = await read_message(request, catalog.config, dict[str, Any])
+    await catalog.destinations.check_policy(tenant, name, policy)
     await catalog.templates.check(tenant, policy, special=catalog.text.special, receive=request.receive)
     set_policy, memory = catalog.registry.changes.set_policy, await catalog.residency.provisionable()
     record = await catalog.functions.change(set_policy, tenant, name, policy, if_match(request), memory)
@@ -201,7 +204,7 @@ async def delete_function(request: Request, catalog: Catalog, tenant: str) -> Re
     return Response(status_code=204)
 
 
-@routes.tenant("GET /functions/{name}/versions", "The manifests of all versions", {200: VersionList})
+@routes.tenant("GET /functions/{name}/versions", "The manifests of all versions", {200: VersionList}, rate=READ_MANY)
 async def list_versions(request: Request, catalog: Catalog, tenant: str) -> Response:
     manifests = await catalog.threads.read(catalog.registry.versions, tenant, request.path_params["name"])
     return json_response(VersionList(versions=[_manifest(manifest) for manifest in manifests]))

@@ -51,7 +51,12 @@ async def health(request: Request) -> ASGIApp:
 )
 async def readyz(request: Request) -> Response:
     nodes = routes.group(request)
-    checks = {"store": await _store(nodes), "cluster": _cluster(nodes), "nodes": await _nodes(nodes)}
+    checks = {
+        "store": await _store(nodes),
+        "disk": await _disk(nodes),
+        "cluster": _cluster(nodes),
+        "nodes": await _nodes(nodes),
+    }
     problems = [{"check": name, "problem": check.problem} for name, check in checks.items() if not check.ok]
     if problems:
         summary = "; ".join(f"{entry['check']}: {entry['problem']}" for entry in problems)
@@ -68,9 +73,13 @@ async def _store(nodes: Nodes) -> Check:
         await nodes.probe.check_answers()
     except StoreUnavailable:
         return Check(ok=False, problem="the registry does not answer")
-    if not await nodes.probe.is_writable():
-        return Check(ok=True, problem="the registry can't be written to (full or read-only): deploys fail")
-    return Check(ok=True)
+    return Check(ok=True, problem=await nodes.probe.store_problem())
+
+
+async def _disk(nodes: Nodes) -> Check:
+    """Returns the check of this gateway's disk. A full one is reported as a problem, but counts as ready, because calls
+    that store nothing continue."""
+    return Check(ok=True, problem=await nodes.probe.disk_problem())
 
 
 def _cluster(nodes: Nodes) -> Check:

@@ -12,6 +12,7 @@ from gateway.events.records import DEAD, LISTED_STATES, State
 from gateway.groups import Calls
 from gateway.http.errors import invalid
 from gateway.http.params import integer
+from gateway.http.rates import READ_MANY
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 
@@ -37,6 +38,7 @@ PAGE = (
         parameter("query", "state", "Those in this state alone", {"type": "string", "enum": list(STATES)}),
         *PAGE,
     ),
+    rate=READ_MANY,
 )
 async def list_invocations(request: Request, calls: Calls, tenant: str) -> Response:
     state = request.query_params.get("state")
@@ -63,6 +65,7 @@ async def cancel_invocation(request: Request, calls: Calls, tenant: str) -> Resp
     "A tenant's asynchronous calls that failed for good, and why",
     {200: EventList},
     parameters=(FUNCTION, *PAGE),
+    rate=READ_MANY,
 )
 async def list_dead_letters(request: Request, calls: Calls, tenant: str) -> Response:
     return json_response(await _page(request, calls, tenant, DEAD))

@@ -42,6 +42,7 @@ TYPE_HEADER = "x-invocation-type"
         parameter("header", IDEMPOTENCY_HEADER, "Of an asynchronous call: the same one again is answered with it"),
     ),
     errors=(409,),
+    limits=("tokens_per_minute", "concurrent", "stored_calls", "stored_call_bytes"),
     body=schema.InvokeRequest,
     stream="Events `token` (TokenEvent), then one `done` (DoneEvent), or `error` (ErrorReply)",
 )

@@ -22,6 +22,7 @@ from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
 from gateway.http.event_stream import BLANK_LINE, EventStream
+from gateway.http.rates import READ_MANY
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 from gateway.http.stopwatch import Stopwatch
@@ -35,7 +36,7 @@ MAX_PAGES = 10
 T = TypeVar("T", bound=openai.Shared)
 
 
-@routes.tenant("GET /v1/models", "The base model and the tenant's functions", {200: openai.ModelList})
+@routes.tenant("GET /v1/models", "The base model and the tenant's functions", {200: openai.ModelList}, rate=READ_MANY)
 async def list_models(_: Request, calls: Calls, tenant: str) -> Response:
     records: list[FunctionRecord] = []
     after: str | None = ""
@@ -70,6 +71,7 @@ async def get_model(request: Request, calls: Calls, tenant: str) -> Response:
     "POST /v1/completions",
     "Complete a prompt",
     {200: openai.Completion},
+    limits=("tokens_per_minute", "concurrent"),
     body=openai.CompletionRequest,
     stream="Completion chunks, then `data: [DONE]`",
 )
@@ -85,6 +87,7 @@ async def create_completion(request: Request, calls: Calls, tenant: str, watch: 
     "POST /v1/chat/completions",
     "Answer a conversation",
     {200: openai.Chat},
+    limits=("tokens_per_minute", "concurrent"),
     body=openai.ChatRequest,
     stream="ChatChunk chunks, then `data: [DONE]`",
 )

@@ -45,6 +45,7 @@ STATUS_TEXT = {
     502: "The node died and no other one could take over",
     503: "No node, or no registry; try again after Retry-After seconds",
     504: "The timeout passed before the first token",
+    507: "It can't be stored, because a disk is full or read-only; calls that store nothing go on",
 }
 
 
@@ -96,6 +97,8 @@ def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
         "parameters": list(operation.parameters),
         "responses": _responses(operation, schemas),
     }
+    if operation.limits:
+        described["x-garnish-limits"] = list(operation.limits)
     if not operation.key:
         described["security"] = []
     content: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from gateway.calls.prompts import Conversation, Prompts, RenderedConversation, S
 from gateway.groups import Calls
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
+from gateway.http.rates import TEXT
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 
@@ -73,6 +74,7 @@ Tokenized = tuple[list[int], list[str] | None]
     {200: TokenizeReply},
     body=TokenizeRequest,
     errors=(499, 504),
+    rate=TEXT,
 )
 async def tokenize(request: Request, calls: Calls, tenant: str) -> Response:
     call, template = await _read(request, calls, tenant, TokenizeRequest)
@@ -99,6 +101,7 @@ async def tokenize(request: Request, calls: Calls, tenant: str) -> Response:
     {200: DetokenizeReply},
     body=DetokenizeRequest,
     errors=(499, 504),
+    rate=TEXT,
 )
 async def detokenize(request: Request, calls: Calls, tenant: str) -> Response:
     call, _ = await _read(request, calls, tenant, DetokenizeRequest)

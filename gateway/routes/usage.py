@@ -18,6 +18,7 @@ from cluster.errors import ServiceError
 from gateway.groups import Admin
 from gateway.http.errors import invalid
 from gateway.http.params import TENANT_HEADER
+from gateway.http.rates import READ_MANY
 from gateway.http.responses import json_response
 from gateway.http.routing import Caller, Routes, parameter
 from gateway.prices import Prices
@@ -86,6 +87,7 @@ class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "t
         parameter("header", TENANT_HEADER, "As `tenant`"),
     ),
     errors=(404,),
+    rate=READ_MANY,
 )
 async def get_usage(request: Request, admin: Admin, caller: Caller) -> Response:
     tenant = _tenant(request, caller)

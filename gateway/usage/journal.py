@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from adapters.full_disk import is_full
 from gateway.usage.counts import Functions, UsageCounts, add_to
 
 MAX_SLOTS = 64
@@ -117,7 +118,8 @@ class Journal:
         That takes microseconds, so the event loop may do it. Raises OSError, for example if the disk is full; then
         nothing was appended.
         """
-        assert self._log is not None
+        if self._log is None:
+            raise OSError("the log could not be opened")
         data = msgspec.json.encode(line) + b"\n"
         try:
             written = os.write(self._log, data)
@@ -180,7 +182,7 @@ def abandoned(folder: Path) -> Iterator[Journal]:
 
 def _take(path: Path) -> Journal | None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = _open_lock(path / "lock")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return Journal(path, lock)
@@ -190,6 +192,16 @@ def _take(path: Path) -> Journal | None:
     except BaseException:
         os.close(lock)
         raise
+
+
+def _open_lock(path: Path) -> int:
+    """Opens the file, which is made if it is missing. On a read-only disk an existing one can be locked as well."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _identity(folder: Path) -> str:

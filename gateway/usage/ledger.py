@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from adapters.errors import StoreUnavailable
+from adapters.full_disk import is_full
 from adapters.store import ObjectStore
 from gateway.background import background
 from gateway.catalog.threads import LeavableThreads
@@ -106,11 +107,20 @@ class UsageLedger:
             await asyncio.sleep(seconds)
 
     async def begin(self) -> None:
-        """Loads the sums that earlier processes left in the journal. Raises JournalError, OSError."""
+        """Loads the sums that earlier processes left in the journal. Raises JournalError, OSError.
+
+        On a disk that takes no more the journal is begun by a later flush: its files stay until that has succeeded.
+        """
         for sums in await asyncio.to_thread(self._journal.read):
             self._keep(sums)
-        self._journal.begin_segment()
-        await asyncio.to_thread(self._journal.write_snapshot, self._journal.segment, self._snapshot())
+        try:
+            self._journal.begin_segment()
+            await asyncio.to_thread(self._journal.write_snapshot, self._journal.segment, self._snapshot())
+        except OSError as error:
+            if not is_full(error):
+                raise
+            log.error("the usage journal can't be begun: until it can, a kill loses usage", exc_info=error)
+            self._unwritten = True
 
     def _keep(self, sums: Sums) -> None:
         self._sums[sums.key] = sums

@@ -1,28 +1,26 @@
 """Prometheus metrics of the gateway, in their own registry.
 
-With several workers, each stores its numbers in files of one directory (prometheus_client's multiprocess mode), and the
-worker that answers adds them up. prometheus_client reads PROMETHEUS_MULTIPROC_DIR when it is first imported. Metrics of
-nodes are computed for each answer from the cluster state, and are not added up.
+With several workers, each keeps its numbers in memory that all of them share (gateway.workers.metrics_memory says why),
+and the worker that answers adds them up. Metrics of nodes are computed for each answer from the cluster state, and are
+not added up.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from cluster.messages import ColdStart
 from cluster.node_book import NodeView
 from gateway.workers.attainment import PROMISES, WINDOWS, Kept, Promise
 from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
-
-MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+from gateway.workers.metrics_memory import MetricsMemory
+from gateway.workers.shared_values import SummedMetrics
 
 MAX_LABELS = 200
 """Maximum distinct values of one label, such as the tenant or the function. Later values are replaced by `other`."""
@@ -63,8 +61,10 @@ class LabelCap:
 
 
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, memory: MetricsMemory | None = None) -> None:
+        """`memory` has the numbers of all workers; None if there is one worker."""
         self.registry = CollectorRegistry()
+        self._memory = memory
         self._tenant = LabelCap()
         self._function = LabelCap()
         self._node = LabelCap()
@@ -166,9 +166,9 @@ class Metrics:
         `stale`: seconds for which the cluster state has been outdated; None if it is current.
         """
         counted, gauges, views = self.registry, CollectorRegistry(), list(nodes)
-        if MULTIPROCESS in os.environ:
+        if self._memory is not None:
             counted = CollectorRegistry()
-            MultiProcessCollector(counted)  # type: ignore[no-untyped-call]
+            counted.register(SummedMetrics(self._memory))
         of_nodes = [*_of_nodes(views, stale or 0.0), *_residency(views), *gpu_metrics(views)]
         gauges.register(_Gauges([*of_nodes, self._of_promises(attained or {})]))
         return generate_latest(counted) + generate_latest(gauges)

@@ -20,8 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.descriptors import raise_limit
 from cluster.errors import ServiceError
-from cluster.http_protocol import BoundedHttp
+from cluster.http_protocol import BoundedHttp, mark_keyed
 from cluster.logs import set_up_logging
 from cluster.news import RECORD_INTERVAL
 from cluster.secret import is_authorized, read_secret
@@ -37,7 +38,7 @@ from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
 from node_agent.gpu.sampler import Sampler
 from node_agent.gpu.watch import GpuWatch
-from node_agent.heartbeat import NAME, Watch
+from node_agent.heartbeat import Watch
 
 NOTICE_SECONDS = 0.3
 """Seconds between a stop signal and the end of listening. Meanwhile the gateway learns of the stop and sends no more
@@ -50,10 +51,15 @@ LOOK_S = 0.2
 
 
 def create_app(
-    config: NodeConfig, engine_socket: Path, registry: RequestRegistry, secret: str, interval: float = RECORD_INTERVAL
+    config: NodeConfig,
+    engine_socket: Path,
+    registry: RequestRegistry,
+    secret: str,
+    interval: float = RECORD_INTERVAL,
+    heartbeat: int | None = None,
 ) -> ASGIApp:
     """Returns the service of one node. Its lifespan listens for the engine and publishes the node's record every
-    `interval` seconds."""
+    `interval` seconds. `heartbeat`: as in ApiProcessConfig."""
     text = BaseText(Path(config.engine.model_dir))
     generate = Generate(registry, TokenText(text), config.node_id)
 
@@ -63,7 +69,7 @@ def create_app(
         registry.attach(link)
         await link.start()
         publishing = asyncio.create_task(Publisher(registry, config.gateway_url, secret, interval).run())
-        watching = asyncio.create_task(watch_engine(registry, engine_socket.with_name(NAME)))
+        watching = asyncio.create_task(watch_engine(registry, heartbeat))
         try:
             yield
         finally:
@@ -98,10 +104,14 @@ def create_app(
     return RequireSecret(app, secret)
 
 
-async def watch_engine(registry: RequestRegistry, path: Path) -> None:
-    """Reports to the registry, until cancelled, how long the engine's heartbeat in the file `path` is overdue. A hung
-    engine keeps its connection, so the connection does not show it."""
-    watch = Watch(path, LOOK_S)
+async def watch_engine(registry: RequestRegistry, heartbeat: int | None) -> None:
+    """Reports to the registry, until cancelled, how long the engine's heartbeat in the memory `heartbeat` is overdue.
+
+    A hung engine keeps its connection, so the connection does not show it. Without a heartbeat nothing is reported.
+    """
+    if heartbeat is None:
+        return
+    watch = Watch(heartbeat, LOOK_S)
     while True:
         registry.engine_silent(watch.overdue(time.monotonic()))
         await asyncio.sleep(LOOK_S)
@@ -121,11 +131,14 @@ class RequireSecret:
                 error = ServiceError("unauthenticated", "the cluster secret is missing or wrong")
                 await error_response(error)(scope, receive, send)
                 return
+            mark_keyed(scope)
         await self._app(scope, receive, send)
 
 
 def error_response(error: ServiceError) -> Response:
-    return JSONResponse({"error": {"type": error.type, "message": error.message}}, status_code=error.status)
+    headers = {} if error.retry_seconds is None else {"retry-after": str(error.retry_seconds)}
+    body = {"error": {"type": error.type, "message": error.message}}
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
@@ -182,7 +195,7 @@ async def serve(config: ApiProcessConfig) -> None:
     registry.url = url_of(listener, node.gateway_url)
     server = _Server(
         uvicorn.Config(
-            create_app(node, Path(config.socket), registry, secret),
+            create_app(node, Path(config.socket), registry, secret, heartbeat=config.heartbeat),
             http=BoundedHttp,
             ws="none",
             lifespan="on",
@@ -207,5 +220,6 @@ def main() -> None:
     config = read_config(ApiProcessConfig)
     die_with_parent(config.parent)
     set_up_logging("api")
+    raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))

@@ -10,7 +10,7 @@ import time
 import aiohttp
 import msgspec
 
-from cluster.news import RECORD_INTERVAL, WHOLE
+from cluster.news import FULL_REPORT, RECORD_INTERVAL
 from cluster.secret import authorization
 from node_agent.api.requests import RequestRegistry
 
@@ -34,7 +34,7 @@ class Publisher:
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
         self._interval = interval
         self._is_accepted: bool | None = None
-        self._acknowledged = WHOLE
+        self._acknowledged = FULL_REPORT
 
     async def run(self) -> None:
         async with aiohttp.ClientSession(headers=self._headers) as session:
@@ -45,13 +45,13 @@ class Publisher:
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
         news, problem = self._registry.news(self._acknowledged), None
-        timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS if news.changes.since == WHOLE else POST_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS if news.changes.since == FULL_REPORT else POST_SECONDS)
         try:
             async with session.post(self._url, data=msgspec.msgpack.encode(news), timeout=timeout) as response:
                 if response.status == 204:
                     self._acknowledged = news.changes.at
                 elif response.status == 200:  # FullReportRequest: it lacks the state that these changes build on
-                    self._acknowledged = WHOLE
+                    self._acknowledged = FULL_REPORT
                 else:
                     problem = f"the gateway answered {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

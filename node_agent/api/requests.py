@@ -362,8 +362,8 @@ class RequestRegistry:
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
     def news(self, acknowledged: int) -> NodeReport:
-        """Returns the report for a gateway that has acknowledged changes up to number `acknowledged`; WHOLE: a full
-        report."""
+        """Returns the report for a gateway that has acknowledged changes up to number `acknowledged`; FULL_REPORT: a
+        full report."""
         return self._log.news(self.record(), self._stats.residents, acknowledged)
 
     def all_news(self) -> NodeReport:

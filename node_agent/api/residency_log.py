@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cluster.news import (
     ABSENT_TIER,
-    WHOLE,
+    FULL_REPORT,
     Changes,
     Facts,
     NodeRecord,
@@ -31,11 +31,11 @@ class ResidencyLog:
         has acknowledged their removal."""
 
     def news(self, record: NodeRecord, residents: Sequence[Resident], acknowledged: int) -> NodeReport:
-        """Returns the report for a gateway that has acknowledged changes up to number `acknowledged`; WHOLE: a full
-        report."""
+        """Returns the report for a gateway that has acknowledged changes up to number `acknowledged`; FULL_REPORT: a
+        full report."""
         self._record_changes(facts_from(record), residents)
-        if acknowledged == WHOLE:
-            return NodeReport(heartbeat_from(record), self._facts, Changes(WHOLE, self.at, list(residents)))
+        if acknowledged == FULL_REPORT:
+            return NodeReport(heartbeat_from(record), self._facts, Changes(FULL_REPORT, self.at, list(residents)))
         self._forget(acknowledged)
         changed = [
             self._residents.get(digest, Resident(digest, ABSENT_TIER, 0, 0))

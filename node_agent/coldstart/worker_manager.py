@@ -235,11 +235,12 @@ class WorkerManager:
         """
         starts = self.starts
         assert starts.profile is not None
-        starts.link = LearntLink(starts.profile.link)
+        learnt, starts.link = starts.link, LearntLink(starts.profile.link)
         try:
             Calibration(self.engine, self.base, should_yield).measure(TYPICAL, ("pipeline",), CONFIRM_ROUNDS)
         except Interrupted as interrupted:
             log.info("the link could not be measured again", extra={"reason": str(interrupted)})
+            starts.link = learnt  # the loads of requests are all that is known of it
             self._retry_at = time.monotonic() + RETRY_S
             return False
         if self._link_has_moved():

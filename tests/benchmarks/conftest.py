@@ -21,6 +21,7 @@ IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
     "test_eviction_study.py": ("test_quick_run",),
     "test_forecast_study.py": ("test_quick_run",),
     "test_front_page.py": ALL,
+    "test_gone.py": ALL,
     "test_gpu_service.py": ALL,
     "test_gpu_suite.py": ("test_every_part_runs_or_says_why_not",),
     "test_gpu_tools.py": ("test_without_a_gpu_it_says_so",),

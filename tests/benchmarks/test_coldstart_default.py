@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.coldstart.calls import KEPT, Column, Draw, Kept, parse_kept, rounds
+from benchmarks.coldstart.calls import CALL_COLUMNS, Column, Draw, ReportedCall, parse_call, rounds
 from benchmarks.coldstart.default import _before
 from benchmarks.coldstart.figures import calls_of, figures_of, refused
 from benchmarks.coldstart.paired import paired_ratio
@@ -62,22 +62,22 @@ def test_pairs_are_by_key() -> None:
 
 
 def call(number: int, ttft: float, e2e: float, state: str = "host", layers_cpu: int = 0, plan: str = "pipeline") -> str:
-    return Kept(number, number, state, plan, layers_cpu, 3, 1.0, 2.0, ttft, e2e).text()
+    return ReportedCall(number, number, state, plan, layers_cpu, 3, 1.0, 2.0, ttft, e2e).text()
 
 
 def row(way: str, calls: list[str], part: str = "b", at_once: int = 1, ratio: float = 0.68) -> dict[str, Any]:
     return {
         "part": part, "ratio": ratio, "way": way, "setting": "S3", "rank": 64, "tokens": 64, "at_once": at_once,
         "link_bytes_s": 3e7, "cpu_workers": 1, "reason": "it gains", "cpu_workers_after": 0,
-        "columns": KEPT, "calls": calls,
+        "columns": CALL_COLUMNS, "calls": calls,
     }  # fmt: skip
 
 
 def test_a_call_is_read_as_it_was_written() -> None:
-    given = Kept(4, 17, "host", "assist", 12, 18, 31.25, 0.0, 310.26, 702.0)
-    read = parse_kept(given.text())
-    assert read == Kept(4, 17, "host", "assist", 12, 18, 31.2, 0.0, 310.3, 702.0)
-    assert KEPT.split()[0] == "round" and len(KEPT.split()) == len(given.text().split())
+    given = ReportedCall(4, 17, "host", "assist", 12, 18, 31.25, 0.0, 310.26, 702.0)
+    read = parse_call(given.text())
+    assert read == ReportedCall(4, 17, "host", "assist", 12, 18, 31.2, 0.0, 310.3, 702.0)
+    assert CALL_COLUMNS.split()[0] == "round" and len(CALL_COLUMNS.split()) == len(given.text().split())
 
 
 def test_only_calls_from_host_memory_count_and_only_whole_bursts() -> None:
@@ -224,7 +224,7 @@ def test_all_services_get_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> Non
             service.here = {"a3", "a4"}
             columns = [(Column("S3", 64, 3), 1), (Column("S1", 64, 3), 4)]
             found = [each async for each in rounds(services, numbers, columns, draw, warm=2, count=5, tokens=2)]
-            assert len(found) == 5 and rests == [2, 2]
+            assert len(found) == 5 and rests == [1] * 4, "each service by itself, in both rounds before"
             by_way: dict[str, set[Any]] = {"full": set(), "cached": set()}
             for number, cells in enumerate(found):
                 assert len(cells) == 4

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, World, news, until
 
-from cluster.limits import Bucket, Call, LimitState, MemoryLimits, Owner, Rates, Refusal
+from cluster.limits import Bucket, Call, Charge, LimitState, MemoryLimits, Overspent, Owner, Refusal
 from cluster.redis_limits import RedisLimits
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
@@ -20,9 +20,17 @@ from tests.support.redis_server import RedisServer, redis_server
 
 
 def call(
-    tenant: str = "acme", tokens: int = 0, places: int = 1, owners: dict[str, int] | None = None, **rates: Any
+    tenant: str = "acme",
+    tokens: int = 0,
+    places: int = 1,
+    owners: dict[str, int] | None = None,
+    tokens_per_minute: float | None = None,
 ) -> Call:
-    return Call(tenant, Rates(**rates), tokens, places, tuple(Owner(*owner) for owner in (owners or {}).items()))
+    return Call(tenant, tokens_per_minute, tokens, places, tuple(Owner(*owner) for owner in (owners or {}).items()))
+
+
+def rps(rate: float, amount: float = 1.0) -> list[Charge]:
+    return [Charge("rps", rate, amount)]
 
 
 @asynccontextmanager
@@ -51,14 +59,13 @@ async def two_workers(world: World, count: int = 2, own: int = 2) -> AsyncIterat
 def test_requests_per_second(world: World) -> None:
     async def main() -> None:
         async with limits_of(world) as limits:
-            asked = call(rps=0.01)
-            assert await limits.take(asked) is None
-            refusal = await limits.take(asked)
-            assert refusal is not None and refusal.why == "requests"
-            assert refusal.seconds is not None and 90 < refusal.seconds <= 100  # one per 100 seconds
-            assert await limits.take(call("other", rps=0.01)) is None
-            await limits.settle(asked, 0)
-            assert await limits.take(asked) is not None, "the end of a call gives no request back"
+            assert await limits.spend("acme", rps(0.01)) is None
+            refusal = await limits.spend("acme", rps(0.01))
+            assert refusal is not None and refusal.charge == Charge("rps", 0.01)
+            assert 90 < refusal.seconds <= 100  # one per 100 seconds
+            assert await limits.spend("other", rps(0.01)) is None
+            assert await limits.spend("acme", [Charge("reads_per_second", 0.01)]) is None, "another rate"
+            assert await limits.spend("acme", []) is None
 
     asyncio.run(main())
 
@@ -66,11 +73,32 @@ def test_requests_per_second(world: World) -> None:
 def test_a_second_holds_as_many_requests_as_are_allowed(world: World) -> None:
     async def main() -> None:
         async with limits_of(world) as limits:
-            asked = call(rps=5)
-            outcomes = [await limits.take(asked) for _ in range(5)]
+            outcomes = [await limits.spend("acme", rps(5)) for _ in range(5)]
             assert outcomes == [None] * 5
             await world.wait(0.25)
-            assert await limits.take(asked) is None
+            assert await limits.spend("acme", rps(5)) is None
+
+    asyncio.run(main())
+
+
+def test_an_amount_of_more_than_a_second_needs_a_full_bucket_and_leaves_a_debt(world: World) -> None:
+    async def main() -> None:
+        async with limits_of(world) as limits:
+            assert await limits.spend("acme", rps(10, 1000)) is None
+            refusal = await limits.spend("acme", rps(10))
+            assert refusal is not None and 98 < refusal.seconds <= 99.1
+
+    asyncio.run(main())
+
+
+def test_charges_are_taken_together_or_not_at_all(world: World) -> None:
+    async def main() -> None:
+        async with limits_of(world) as limits:
+            text, reads = Charge("text_bytes_per_second", 0.01), Charge("reads_per_second", 0.02)
+            assert await limits.spend("acme", [text]) is None
+            refusal = await limits.spend("acme", [reads, text])
+            assert isinstance(refusal, Overspent) and refusal.charge == text
+            assert await limits.spend("acme", [reads]) is None, "nothing of it was taken"
 
     asyncio.run(main())
 
@@ -96,10 +124,10 @@ def test_what_is_refused_takes_nothing(world: World) -> None:
     async def main() -> None:
         async with limits_of(world) as limits:
             full = {"acme": 5, "acme/f": 1}
-            assert await limits.take(call(owners=full, rps=2, tokens_per_minute=100, tokens=10)) is None
-            refusal = await limits.take(call(owners=full, rps=2, tokens_per_minute=100, tokens=10))
+            assert await limits.take(call(owners=full, tokens_per_minute=100, tokens=10)) is None
+            refusal = await limits.take(call(owners=full, tokens_per_minute=100, tokens=10))
             assert refusal == Refusal("places", Owner("acme/f", 1))
-            assert await limits.take(call(rps=2, tokens_per_minute=100, tokens=90, owners={"acme": 2})) is None
+            assert await limits.take(call(tokens_per_minute=100, tokens=90, owners={"acme": 2})) is None
             refusal = await limits.take(call(owners={"acme": 2}))
             assert refusal == Refusal("places", Owner("acme", 2))
 
@@ -149,7 +177,8 @@ def test_full_buckets_are_forgotten() -> None:
         limits = MemoryLimits(clock)
         for number in range(5000):
             clock.now += 1
-            assert await limits.take(call(f"t{number}", rps=1, tokens_per_minute=60, tokens=1)) is None
+            assert await limits.take(call(f"t{number}", tokens_per_minute=60, tokens=1)) is None
+            assert await limits.spend(f"t{number}", rps(1)) is None
         assert len(limits._buckets) < 1100
 
     asyncio.run(main())
@@ -159,9 +188,8 @@ class TestSharedByWorkers:
     def test_each_limit_holds_for_all_of_them(self, shared_redis: RedisServer) -> None:
         async def main() -> None:
             async with two_workers(World(shared_redis)) as ((_, one), (_, two)):
-                asked = call(rps=0.001, owners={"acme": 9})
-                outcomes = await asyncio.gather(*(limits.take(asked) for limits in (one, two) for _ in range(10)))
-                assert outcomes.count(None) == 1
+                asked = (limits.spend("acme", rps(0.001)) for limits in (one, two) for _ in range(10))
+                assert (await asyncio.gather(*asked)).count(None) == 1
                 crowd = call("crowd", owners={"crowd": 7})
                 outcomes = await asyncio.gather(*(limits.take(crowd) for limits in (one, two) for _ in range(10)))
                 assert outcomes.count(None) == 7
@@ -212,13 +240,15 @@ class TestSharedByWorkers:
             world = World(shared_redis)
             async with two_workers(world, 1) as ((link, limits),):
                 for number in range(500):
-                    asked = call(f"t{number}", rps=1000, tokens=1, tokens_per_minute=1e6, owners={f"t{number}": 9})
+                    asked = call(f"t{number}", tokens=1, tokens_per_minute=1e6, owners={f"t{number}": 9})
                     assert await limits.take(asked) is None
                     await limits.settle(asked, 1)
+                    assert await limits.spend(f"t{number}", rps(1000)) is None
                 client = shared_redis.client
                 assert list(client.scan_iter(link.key("places", "*"))) == []
-                for key in client.scan_iter(link.key("rates", "*")):
-                    assert client.pttl(key) != -1
+                for kind in ("rates", "spent"):
+                    for key in client.scan_iter(link.key(kind, "*")):
+                        assert client.pttl(key) != -1
 
         asyncio.run(main())
 
@@ -227,11 +257,17 @@ class TestSharedByWorkers:
 
         async def main() -> None:
             async with two_workers(World(shared_redis), 1) as ((link, limits),):
-                asked, client = call(rps=5), shared_redis.client
+                client = shared_redis.client
                 later = (int(client.time()[0]) + 3600) * 1000
-                client.hset(link.key("rates", "acme"), mapping={"requests": "0", "at": later})
-                refusal = await limits.take(asked)
+                client.hset(link.key("spent", "acme/rps"), mapping={"level": "0", "at": later})
+                refusal = await limits.spend("acme", rps(5))
                 assert refusal is not None and refusal.seconds == 0.2
+                await asyncio.sleep(0.25)
+                assert await limits.spend("acme", rps(5)) is None
+                client.hset(link.key("rates", "acme"), mapping={"tokens": "0", "at": later})
+                asked = call(tokens=1, tokens_per_minute=300)
+                exceeded = await limits.take(asked)
+                assert exceeded is not None and exceeded.seconds == 0.2
                 await asyncio.sleep(0.25)
                 assert await limits.take(asked) is None
 
@@ -240,11 +276,13 @@ class TestSharedByWorkers:
     def test_a_rate_that_allows_next_to_nothing(self, shared_redis: RedisServer) -> None:
         async def main() -> None:
             async with two_workers(World(shared_redis), 1) as ((link, limits),):
-                for tenant, rates in (("slow", {"rps": 1e-300}), ("mute", {"tokens_per_minute": 5e-324})):
-                    asked = call(tenant, tokens=1000, **rates)
-                    assert await limits.take(asked) is None
-                    refusal = await limits.take(asked)
-                    assert refusal is not None and refusal.seconds is not None and refusal.seconds > 3600
+                asked = call("mute", tokens=1000, tokens_per_minute=5e-324)
+                assert await limits.take(asked) is None
+                refusal = await limits.take(asked)
+                assert refusal is not None and refusal.seconds is not None and refusal.seconds > 3600
+                assert await limits.spend("slow", rps(1e-300)) is None
+                overspent = await limits.spend("slow", rps(1e-300))
+                assert overspent is not None and overspent.seconds > 3600
                 assert link.is_up
 
         asyncio.run(main())

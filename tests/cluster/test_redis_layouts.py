@@ -9,14 +9,14 @@ from worlds import World, news
 
 from cluster import redis_link
 from cluster.leases import RedisLeases
-from cluster.limits import Call, Owner, Rates
+from cluster.limits import Call, Charge, Owner
 from cluster.node_table import Demand
 from cluster.redis_limits import RedisLimits
 from cluster.redis_link import prefix_of
 from tests.support.redis_server import RedisServer
 
-CALL = Call("acme", Rates(rps=1.0, tokens_per_minute=60.0), 10, 1, (Owner("acme", 2),))
-KINDS = {"workers", "version", "nodes", "node", "ends", "demands", "lease", "rates", "places"}
+CALL = Call("acme", 60.0, 10, 1, (Owner("acme", 2),))
+KINDS = {"workers", "version", "nodes", "node", "ends", "demands", "lease", "rates", "spent", "places"}
 
 
 def test_layouts_keep_apart_and_leave_only_a_counter(
@@ -33,6 +33,7 @@ def test_layouts_keep_apart_and_leave_only_a_counter(
             assert await old.reserve("a", "r1", Demand(rank=4), None)
             await RedisLeases(old_link).take("leader", "old", 60.0)
             await RedisLimits(old_link, 1).take(CALL)
+            await RedisLimits(old_link, 1).spend("acme", [Charge("rps", 1.0)])
             assert await new.nodes() == []
             await new.publish(news(id="b"))
             assert [node.record.id for node in await old.nodes()] == ["a"]

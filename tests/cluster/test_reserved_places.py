@@ -10,7 +10,7 @@ import pytest
 from test_limits import limits_of, two_workers
 from worlds import World
 
-from cluster.limits import Call, Owner, Rates
+from cluster.limits import Call, Owner
 
 LIMIT = 10
 KEPT = {"f": 3, "g": 4}
@@ -21,7 +21,7 @@ def call(function: str, places: int = 1) -> Call:
     """As gateway.calls.admission makes it."""
     owners = (Owner("t", LIMIT), Owner(f"t/{function}", None))
     others = tuple(Owner(f"t/{other}", kept) for other, kept in KEPT.items() if other != function)
-    return Call("t", Rates(), 0, places, owners, KEPT.get(function, 0), others)
+    return Call("t", None, 0, places, owners, KEPT.get(function, 0), others)
 
 
 def may_run(running: Counter[str], function: str, places: int) -> bool:

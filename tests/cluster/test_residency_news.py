@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, news, record, until
 
-from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, NodeRecord, NodeReport, Resident
+from cluster.news import FULL_REPORT, RECORD_EXPIRY, RECORD_INTERVAL, NodeRecord, NodeReport, Resident
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState
@@ -45,7 +45,7 @@ class Node:
 
     def start(self) -> None:
         self.epoch += 1
-        self.log, self.known = ResidencyLog(), WHOLE
+        self.log, self.known = ResidencyLog(), FULL_REPORT
 
     def record(self) -> NodeRecord:
         self.seq += 1
@@ -57,7 +57,7 @@ class Node:
         )
 
     def answered(self, news: NodeReport, taken: str) -> None:
-        self.known = WHOLE if taken == "gap" else news.changes.at
+        self.known = FULL_REPORT if taken == "gap" else news.changes.at
 
 
 async def play(world: World, steps: list[tuple[str, object]]) -> None:

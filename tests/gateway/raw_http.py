@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from typing import Any
 
 
@@ -11,7 +12,8 @@ def send(url: str, head: str, body: bytes = b"", *, until_close: bool = True) ->
     """Send the bytes on a connection of their own; status and JSON body of the answer."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as raw:
-        raw.sendall(head.replace("\n", "\r\n").encode("latin-1") + b"\r\n\r\n" + body)
+        with suppress(BrokenPipeError):  # the server has answered, and reads no more of the body
+            raw.sendall(head.replace("\n", "\r\n").encode("latin-1") + b"\r\n\r\n" + body)
         answer = b""
         while not _complete(answer):
             chunk = raw.recv(65536)

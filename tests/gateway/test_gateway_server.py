@@ -204,6 +204,26 @@ def test_a_clock_that_is_hours_ahead(config: GatewayConfig, tmp_path: Path) -> N
     assert "clock is +21600 s from the registry" in (tmp_path / "log").read_text()
 
 
+def test_a_clock_that_is_set_while_it_runs(config: GatewayConfig, tmp_path: Path) -> None:
+    """Each change is logged once, whatever is compared in between."""
+    url, log, forward = f"http://127.0.0.1:{config.port}", tmp_path / "log", tmp_path / "forward"
+    setting = (
+        "import pathlib, time\nreal = time.time\n"
+        f"time.time = lambda: real() + 6 * 3600 * pathlib.Path({str(forward)!r}).exists()\n"
+        "import gateway.jobs.host_clock\ngateway.jobs.host_clock.CHECK_S = 0.01\n"
+    )
+    with process(config, log, setting + PROGRAM) as child:
+        wait_for(url, "/healthz", child)
+        assert "from the registry" not in log.read_text()
+        forward.touch()
+        until(lambda: "clock is +21600 s from the registry" in log.read_text())
+        forward.unlink()
+        until(lambda: "no longer off" in log.read_text())
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 0
+    assert log.read_text().count("from the registry") == 2
+
+
 def test_does_not_start_without_its_model(config: GatewayConfig, tmp_path: Path) -> None:
     broken = msgspec.structs.replace(config, model_dir=str(tmp_path / "nowhere"))
     with process(broken, tmp_path / "log") as child:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -17,12 +18,13 @@ from aiohttp import web
 from cluster.frames import Frames
 from cluster.http_protocol import BoundedHttp
 from cluster.messages import Event, GenerateRequest, Sampling, decode_event
-from cluster.news import WHOLE, Facts, NodeRecord, NodeReport, Resident, record_from
+from cluster.news import FULL_REPORT, Facts, NodeRecord, NodeReport, Resident, record_from
 from cluster.secret import authorization, create_secret
 from node_agent.api.app import create_app, listen, url_of
 from node_agent.api.request import read_limits
 from node_agent.api.requests import RequestRegistry
 from node_agent.config import EngineConfig, NodeConfig
+from node_agent.heartbeat import heartbeat_memory
 from node_agent.ipc import Ready
 from tests.node_agent.scripted_engine import READY, ScriptedEngine
 
@@ -63,8 +65,17 @@ class Gateway:
 class Node:
     """A served node and the means to talk to it from both sides."""
 
-    def __init__(self, url: str, engine_socket: Path, secret: str, registry: RequestRegistry, gateway: Gateway) -> None:
+    def __init__(
+        self,
+        url: str,
+        engine_socket: Path,
+        secret: str,
+        registry: RequestRegistry,
+        gateway: Gateway,
+        heartbeat: int,
+    ) -> None:
         self.url = url
+        self.heartbeat = heartbeat
         self.socket = engine_socket
         self.secret = secret
         self.registry = registry
@@ -85,7 +96,7 @@ class Node:
         async with self.session.get(self.url + "/record") as response:
             assert response.status == 200
             told = msgspec.msgpack.decode(await response.read(), type=NodeReport)
-            assert told.facts is not None and told.changes.since == WHOLE
+            assert told.facts is not None and told.changes.since == FULL_REPORT
             self.residents = told.changes.residents
             return record_from(told.heartbeat, told.facts)
 
@@ -148,10 +159,11 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
         listener = listen(config.host, config.port)
         registry.url = url_of(listener, gateway_url)
         engine_socket = Path(config.run_dir) / "engine.sock"
-        app = create_app(config, engine_socket, registry, secret, INTERVAL_S)
+        heartbeat = heartbeat_memory()
+        app = create_app(config, engine_socket, registry, secret, INTERVAL_S, heartbeat)
         server = Server(uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="on"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        node = Node(registry.url, engine_socket, secret, registry, gateway)
+        node = Node(registry.url, engine_socket, secret, registry, gateway, heartbeat)
         try:
             await gateway.records.get()
             yield node
@@ -161,6 +173,7 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
             await node.session.close()
             server.ending.set()
             await serving
+            os.close(heartbeat)
 
 
 class Server(uvicorn.Server):

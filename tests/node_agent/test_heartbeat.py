@@ -7,15 +7,16 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.messages import Done, Failed, Started, Token
 from node_agent.api import app, requests
 from node_agent.engine.pulse import FIRST_S, LONGEST_S, Pulse
-from node_agent.heartbeat import NAME, Heartbeat, Watch
+from node_agent.heartbeat import Heartbeat, Watch, heartbeat_memory
 from node_agent.supervisor import LONGEST_SILENCE_S, LOOK_S, Child
 from tests.node_agent.scripted_engine import admitted, finished, tokens
 from tests.node_agent.served_node import request_of, run_scenario, served_node
@@ -48,10 +49,16 @@ async def beating(heart: Heartbeat) -> AsyncIterator[None]:
         task.cancel()
 
 
-def test_silence_is_counted_from_the_last_beat_in_the_watcher_s_looks(tmp_path: Path) -> None:
-    watch, now = Watch(tmp_path / NAME, interval=1.0), 100.0
-    assert watch.silence(now) == 0.0, "there is no file"
-    heart = Heartbeat(tmp_path / NAME)
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = heartbeat_memory()
+    yield fd
+    os.close(fd)
+
+
+def test_silence_is_counted_from_the_last_beat_in_the_watcher_s_looks(memory: int) -> None:
+    heart, watch, now = Heartbeat(memory), Watch(memory, interval=1.0), 100.0
+    assert watch.silence(now) == 0.0
     for _ in range(5):
         now += 1.0
         assert watch.silence(now) == 0.0, "no beat has come yet"
@@ -63,8 +70,8 @@ def test_silence_is_counted_from_the_last_beat_in_the_watcher_s_looks(tmp_path: 
     assert watch.silence(now + 501.0, os.getpid() + 1) == 0.0, "what another process says counts for nothing"
 
 
-def test_an_announced_silence_is_not_overdue(tmp_path: Path) -> None:
-    heart, watch = Heartbeat(tmp_path / NAME), Watch(tmp_path / NAME, interval=1.0)
+def test_an_announced_silence_is_not_overdue(memory: int) -> None:
+    heart, watch = Heartbeat(memory), Watch(memory, interval=1.0)
     heart.beat(10.0)
     assert [watch.overdue(100.0 + i) for i in range(13)] == [0.0] * 11 + [1.0, 2.0]
     heart.beat()
@@ -78,7 +85,7 @@ def test_an_engine_that_stands_still_gets_no_calls_and_its_streams_fail(
 
     async def scenario() -> None:
         async with served_node(tmp_path, stories_dir) as node:
-            heart = Heartbeat(node.socket.with_name(NAME))
+            heart = Heartbeat(node.heartbeat)
             engine = await node.engine()
             async with node.generate(request_of("queued")) as queued, node.generate(request_of("cut")) as running:
                 async with beating(heart):
@@ -113,7 +120,7 @@ def test_an_engine_that_stands_still_gets_no_calls_and_its_streams_fail(
 def test_a_long_pass_is_announced(tmp_path: Path, stories_dir: Path, soon: None) -> None:
     async def scenario() -> None:
         async with served_node(tmp_path, stories_dir) as node:
-            heart = Heartbeat(node.socket.with_name(NAME))
+            heart = Heartbeat(node.heartbeat)
             heart.beat(LONGEST_S)
             engine = await node.engine()
             async with node.generate(request_of("long")) as stream:
@@ -127,24 +134,25 @@ def test_a_long_pass_is_announced(tmp_path: Path, stories_dir: Path, soon: None)
 
 
 BEAT_ONCE = """
-import sys, time
-from pathlib import Path
+import msgspec, sys, time
+from node_agent.config import EngineProcessConfig
 from node_agent.heartbeat import Heartbeat
-sys.stdin.read()
-Heartbeat(Path(sys.argv[0]).with_name("engine.beat")).beat()
+Heartbeat(msgspec.json.decode(sys.stdin.read(), type=EngineProcessConfig).heartbeat).beat()
 print("beaten", flush=True)
 time.sleep(3600)
 """
 
 
-def test_the_supervisor_kills_an_engine_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supervisor_kills_an_engine_that_stands_still(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Times are given, not measured."""
     (tmp_path / "still.py").write_text(BEAT_ONCE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     output = tmp_path / "output"
-    watch = Watch(tmp_path / NAME, LOOK_S)
+    watch, config = Watch(memory, LOOK_S), msgspec.structs.replace(config_of(tmp_path), heartbeat=memory)
     ends: list[int] = []
-    child = Child("engine", "still", config_of(tmp_path), output=output, on_end=ends.append, watch=watch)
+    child = Child("engine", "still", config, output=output, on_end=ends.append, watch=watch, inherited=memory)
     now = 100.0
     child.tend(now)
     while not (output.exists() and b"beaten" in output.read_bytes()):

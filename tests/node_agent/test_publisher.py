@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cluster.news import ABSENT_TIER, WHOLE, Changes, NodeReport, Resident
+from cluster.news import ABSENT_TIER, FULL_REPORT, Changes, NodeReport, Resident
 from cluster.secret import authorization
 from node_agent.api import publisher
 from node_agent.api.publisher import Publisher
@@ -85,7 +85,7 @@ def test_what_changed_is_told_until_the_gateway_took_it_in(tmp_path: Path, stori
             gateway.news.clear()
             gateway.status = 204
             await gateway.record_where(lambda r: bool(gateway.news))
-            assert gateway.news[0].changes == Changes(WHOLE, told.changes.at, held("y"))
+            assert gateway.news[0].changes == Changes(FULL_REPORT, told.changes.at, held("y"))
             assert gateway.news[0].facts is not None
 
     run_scenario(scenario())
@@ -177,7 +177,7 @@ def test_all_that_there_is_is_told_once_to_a_gateway_that_takes_long(
         publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret", 0.02).run())
         await first.wait()
         await asyncio.sleep(0.25)  # five times what other news wait
-        assert [news.changes.since for news in told] == [WHOLE]
+        assert [news.changes.since for news in told] == [FULL_REPORT]
         go_on.set()
         await third.wait()
         assert all(news.changes.since >= 0 for news in told[1:])

@@ -18,6 +18,7 @@ from adapters.errors import StoreUnavailable
 from adapters.functions import Policy
 from adapters.local_store import LocalStore
 from adapters.store import MAX_LIST, Object, ObjectInfo
+from adapters.tenants import Tenant
 from cluster.errors import ServiceError
 from gateway.api import schema
 from gateway.catalog.threads import StoreThreads
@@ -152,7 +153,12 @@ async def no_hosts(_tenant: str) -> WebhookHosts:
 
 
 def open_events(store: LocalStore, **options: Any) -> Events:
-    return Events(EventStore(store), StoreThreads(10.0, 4), make_channel(None), **options)
+    defaults: dict[str, Any] = {"account_of": default_account}
+    return Events(EventStore(store), StoreThreads(10.0, 4), make_channel(None), **(defaults | options))
+
+
+async def default_account(tenant: str) -> Tenant:
+    return Tenant(id=tenant)
 
 
 def new_event(number: int, now: float, tenant: str = "acme", **fields: Any) -> EventRecord:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from event_world import World, add_some, all_ended, make_worker, new_event, open_events, run
+from event_world import World, add_some, all_ended, default_account, make_worker, new_event, open_events, run
 from prometheus_client import CollectorRegistry
 
 from adapters.errors import NotFound
@@ -89,7 +89,7 @@ def test_metrics_tell_what_became_of_events(world: World, monkeypatch: pytest.Mo
         return ServiceError(kind, "no") if (kind := kinds.get(event_id)) else None
 
     async def work() -> None:
-        events = Events(store, StoreThreads(10.0, 4), make_channel(None))
+        events = Events(store, StoreThreads(10.0, 4), make_channel(None), account_of=default_account)
         ids = await add_some(events, 3)
         async with make_worker(world, events, error).running():
             await all_ended(events, ids)

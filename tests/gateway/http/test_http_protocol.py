@@ -24,7 +24,7 @@ from running_gateway import Running, as_new, start_gateway, until
 from served_app import served
 from stub_node import Script, flood, hang_after_first, hang_before_first
 
-from cluster.http_protocol import HEAD_BYTES
+from cluster.http_protocol import HEAD_BYTES, KEYLESS_LINGER_BYTES
 from gateway.http.protocol import PROBE_SECONDS, GatewayHttp
 
 START = b"POST /invoke/stories260K HTTP/1.1\r\nhost: x\r\n"
@@ -39,6 +39,14 @@ def gateway(reused: Running) -> Running:
 def connected(running: Running) -> Iterator[socket.socket]:
     host, port = running.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as raw:
+        yield raw
+
+
+@contextmanager
+def small_buffers(running: Running) -> Iterator[socket.socket]:
+    """A connection whose buffer for sending holds little."""
+    with connected(running) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         yield raw
 
 
@@ -301,14 +309,30 @@ def test_an_upload_that_fills_the_disk_ends_in_its_status(gateway: Running) -> N
         reply = requests.post(gateway.url + "/deploy/f", data=body, headers=headers, timeout=60)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (reply.status_code, reply.json()["error"]["type"]) == (503, "unavailable")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (507, "insufficient_storage")
     assert list(Path(gateway.config.tmp_dir).iterdir()) == []
+
+
+def test_of_a_refused_body_without_a_key_a_mebibyte_is_read(gateway: Running) -> None:
+    """What the server has not read when it closes is in the buffers of the two sockets."""
+    head = b"POST /deploy/f HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000000\r\n"
+    for key in (b"", b"x-api-key: gsk_unknown\r\n", b"x-api-key: " + gateway.keys["acme"].encode()[:-1] + b"x\r\n"):
+        with small_buffers(gateway) as raw:
+            assert pour(raw, head + key + b"\r\n", b"x" * 65536) < KEYLESS_LINGER_BYTES + (8 << 20)
+
+
+def test_a_refused_body_with_a_key_is_read_to_its_end(gateway: Running) -> None:
+    head = b"POST /deploy/F HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\ncontent-type: text/plain\r\n" % (32 << 20)
+    with small_buffers(gateway) as raw:
+        raw.sendall(head + b"x-api-key: " + gateway.keys["acme"].encode() + b"\r\n\r\n" + b"x" * (32 << 20))
+        assert answer(raw).startswith(b"HTTP/1.1 4")
 
 
 def test_a_refused_upload_beyond_all_bounds_is_cut_off(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.http_protocol.LINGER_BYTES", 1 << 20)
     with connected(gateway) as raw:
-        head = b"POST /deploy/f HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000000\r\n\r\n"
+        key = b"x-api-key: " + gateway.keys["acme"].encode()
+        head = b"POST /deploy/F HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000000\r\n" + key + b"\r\n\r\n"
         assert pour(raw, head, b"x" * 65536) < 32 << 20
 
 

@@ -198,8 +198,8 @@ def long_texts(world: World, count: int) -> None:
 
 
 def looping_templates(world: World, count: int) -> None:
-    body = {"model": "f", "messages": [{"role": "user", "content": "loop"}]}
-    in_background(world, count, lambda client: client.post("/tokenize", json=body))
+    body = {"messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
+    in_background(world, count, lambda client: client.post("/invoke/f", json=body))
 
 
 def hanging_webhooks(world: World, count: int) -> None:
@@ -236,8 +236,8 @@ def tokenises(world: World) -> None:
 
 
 def renders(world: World) -> None:
-    body = {"model": "f", "messages": [{"role": "user", "content": "Hello"}]}
-    assert world.client("other").post("/tokenize", json=body).status_code == 200
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    assert world.client("other").post("/invoke/f", json=body).status_code == 200
 
 
 def is_told(world: World) -> None:

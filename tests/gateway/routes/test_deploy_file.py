@@ -91,6 +91,18 @@ def test_policies_are_set_where_they_are_not_so(folder: Folder, gateway: Running
     assert left == {"timeout": 30.0, "max_concurrency": 4, "retries": 1}, "what the file does not state is left alone"
 
 
+def test_functions_of_a_file_may_name_each_other_as_destinations(folder: Folder, gateway: Running) -> None:
+    """Also one that the file declares after them: all are there before the first policy is set."""
+    folder.write(
+        f={"adapter": "./pirate", "on_success": {"function": "g"}},
+        g={"adapter": "./dragon", "on_failure": {"function": "f"}},
+    )
+    assert actions(folder.deploy()) == {"f": "create", "g": "create"}
+    client = gateway.client()
+    assert client.get("/functions/f").json()["policy"] == {"on_success": {"function": "g"}}
+    assert client.get("/functions/g").json()["policy"] == {"on_failure": {"function": "f"}}
+
+
 def test_nothing_is_done_before_yes(folder: Folder, gateway: Running) -> None:
     folder.write(f={"adapter": "./pirate"})
     for arguments, code in (((), 1), (("--json",), 1), (("--dry-run",), 0)):

@@ -196,9 +196,10 @@ def test_a_function_that_is_told_runs_by_its_own_policy(
     client: httpx.Client, deployed: Running, pirate: dict[str, Any]
 ) -> None:
     """Its destination is told in turn, and a loop of two functions ends."""
+    for name in ("second", "third"):
+        client.post(f"/deploy/{name}", files=pirate).raise_for_status()
     for name, policy in (("second", {"retries": 0, "max_age": 60, "on_success": {"function": "third"}}),
                          ("third", {"on_success": {"function": "second"}})):  # fmt: skip
-        client.post(f"/deploy/{name}", files=pirate).raise_for_status()
         client.patch(f"/functions/{name}", json=policy).raise_for_status()
     submit(client, on_success={"function": "second"}).raise_for_status()
 

@@ -11,9 +11,7 @@ from adapters.epoch import EPOCH_KEY
 from adapters.local_store import LocalStore
 from adapters.store import Object, ObjectInfo
 from gateway.catalog import store_probe
-from gateway.catalog.store_probe import READ_KEY, WRITE_KEY
-
-TOLD = "the registry can't be written to (full or read-only): deploys fail"
+from gateway.catalog.store_probe import READ_KEY, STORE_FULL, WRITE_KEY
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def test_a_full_registry_shows_and_calls_are_served(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LocalStore, "_written", full)
-    until(lambda: client.get("/readyz").json()["checks"]["store"]["problem"] == TOLD)
+    until(lambda: client.get("/readyz").json()["checks"]["store"]["problem"] == STORE_FULL)
     assert client.get("/readyz").status_code == 200
     assert client.post("/invoke/f", json={"prompt": "x", "max_tokens": 2}).status_code == 200
     monkeypatch.setattr(LocalStore, "_written", written)

@@ -186,7 +186,7 @@ def test_rates(start: Callable[..., Running]) -> None:
     assert int(refused.headers["retry-after"]) > 60, "it went below empty"
     assert running.client("other").post(f"/invoke/{base}", json=call).status_code == 200
     found = admin.get("/metrics").text
-    assert 'garnish_limited_total{limit="requests",tenant="acme"} 2.0' in found
+    assert 'garnish_limited_total{limit="rps",tenant="acme"} 2.0' in found
     assert 'garnish_limited_total{limit="tokens",tenant="acme"} 1.0' in found
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,25 +14,62 @@ from cluster.news import NodeRecord, Resident
 from cluster.node_book import NodeView
 from gateway.workers.metrics import MAX_LABELS, Metrics
 
-WORKER = """
-import sys
+PROGRAM = """
+import json, os, signal, sys
+from cluster.lifeline import die_with_parent
 from gateway.workers.metrics import Metrics
-metrics = Metrics()
-metrics.change_open(1)
-for _ in range(int(sys.argv[1])):
-    metrics.count_invocation("acme", "f", "ok")
-metrics.observe_speed("acme", "f", 0.02, None)
-print("counted", flush=True)
-sys.stdin.readline()
+from gateway.workers.metrics_memory import MetricsMemory
+from gateway.workers.shared_values import use_slot
+
+memory = MetricsMemory(slots=3, slot_bytes=int(sys.argv[1]))
+
+
+def fork(work):
+    slot, (done, told) = memory.take(), os.pipe()
+    if not (pid := os.fork()):
+        die_with_parent(os.getppid())
+        use_slot(memory.slot(slot))
+        work(Metrics(memory))
+        os.write(told, b"!")
+        signal.pause()
+    assert os.read(done, 1)
+
+    def ended():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        memory.release(slot)
+
+    return ended
+
+
+def counting(count, function="f"):
+    def work(metrics):
+        metrics.change_open(1)
+        for _ in range(count):
+            metrics.count_invocation("acme", function, "ok")
+        metrics.observe_speed("acme", function, 0.02, None)
+    return work
+
+
+def show():
+    print(json.dumps(Metrics(memory).render([]).decode()), flush=True)
 """
-ASKED = """
-import sys
-from prometheus_client.multiprocess import mark_process_dead
-from gateway.workers.metrics import Metrics
-for pid in sys.argv[1:]:
-    mark_process_dead(int(pid))
-sys.stdout.buffer.write(Metrics().render([]))
+WORKERS_END = """
+ends = [fork(counting(3)), fork(counting(4))]
+show()
+ends[0]()
+show()
+fork(counting(10))  # in the slot of the one that has ended
+show()
 """
+FULL_SLOT = """
+def many(metrics):
+    for number in range(150):
+        counting(1, f"f{number}")(metrics)
+fork(many)
+show()
+"""
+
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -112,32 +148,34 @@ def test_cpu_workers_and_what_decided_on_them() -> None:
     }, "n3 does not report them"  # fmt: skip
 
 
-def test_workers_count_as_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, count], env=environment, text=True, **pipes)
-        for count in ("3", "4")
-    ]
-    try:
-        for worker in workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "counted\n"
-        found = ask(environment)
-        assert found["garnish_ttft_seconds_count", OWNER] == 2
-        assert found["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 7
-        assert found["garnish_open_invocations", frozenset()] == 2
-    finally:
-        for worker in workers:
-            worker.communicate()
-    found = ask(environment, str(workers[0].pid))
-    assert found["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 7, "what it counted stays"
-    assert found["garnish_open_invocations", frozenset()] == 1, "what it had open does not"
+def test_workers_count_as_one() -> None:
+    both, one, again = ask(WORKERS_END, 1 << 20)
+    assert both["garnish_ttft_seconds_count", OWNER] == 2
+    assert both["garnish_ttft_seconds_bucket", OWNER | {("le", "0.01")}] == 0
+    assert both["garnish_ttft_seconds_bucket", OWNER | {("le", "0.025")}] == 2
+    assert both["garnish_ttft_seconds_bucket", OWNER | {("le", "+Inf")}] == 2
+    assert both["garnish_ttft_seconds_sum", OWNER] == 0.04
+    assert both["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 7
+    assert both["garnish_open_invocations", frozenset()] == 2
+    assert one["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 7, "what it counted stays"
+    assert one["garnish_open_invocations", frozenset()] == 1, "what it had open does not"
+    assert again["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 17, "the next one continues its counters"
+    assert again["garnish_open_invocations", frozenset()] == 2
+
+
+def test_a_worker_whose_memory_for_metrics_is_full_goes_on_without_further_names() -> None:
+    (shown,) = ask(FULL_SLOT, 64 << 10)
+    counted = [value for (name, _), value in shown.items() if name == "garnish_invocations_total"]
+    assert 10 < len(counted) < 150
+    assert set(counted) == {1}
+    assert shown["garnish_open_invocations", frozenset()] == 150, "names that have a place are counted on"
 
 
 OWNER = frozenset({("tenant", "acme"), ("function", "f")})
 
 
-def ask(environment: dict[str, str], *dead: str) -> Samples:
-    command = [sys.executable, "-c", ASKED, *dead]
-    return samples(subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True).stdout)
+def ask(scenario: str, slot_bytes: int) -> list[Samples]:
+    """What the workers' metrics were each time that the scenario showed them."""
+    command = [sys.executable, "-c", PROGRAM + scenario, str(slot_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return [samples(json.loads(line).encode()) for line in done.stdout.splitlines()]
