@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,9 @@ from adapters.base_model import BaseModel
 from adapters.errors import InspectionBusy, InvalidAdapter, Problem, TooLarge
 from adapters.helper_process import HelperEnded, HelperProcess
 from adapters.inspector_process import MATCH_SECONDS, READ_SECONDS, Answer, Failed, Job, Oversized, Refused
-from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, field_problem
-from adapters.validate import Inspection
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, LoraSettings, field_problem
+from adapters.peft_targets import Target, find_targets, has_patterns
+from adapters.validate import Inspection, inspect_files
 
 WAIT_SECONDS = 60.0
 """Maximum time to wait for earlier adapters."""
@@ -68,6 +70,29 @@ class Inspector:
             ) from None
         except HelperEnded as ended:
             raise _why(ended.code) from None
+
+
+class _HasPatterns(Exception):
+    """The config has regular expressions, so the helper process must match them."""
+
+
+def inspect_once(config: bytes, weights: Path, base: BaseModel) -> Inspection:
+    """Returns the inspection of one adapter, in the calling thread. A config with regular expressions is inspected in a
+    helper process, which limits their time and then ends. Raises the errors of Inspector.inspect."""
+    try:
+        return inspect_files(config, weights, base, _find_names)
+    except _HasPatterns:
+        inspector = Inspector(base)
+        try:
+            return inspector.inspect(config, weights)
+        finally:
+            inspector.helper.end()
+
+
+def _find_names(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
+    if has_patterns(settings):
+        raise _HasPatterns
+    return find_targets(settings, names)
 
 
 def _why(code: int) -> Exception:

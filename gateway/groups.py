@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from gateway.calls.request import InputProcessor
     from gateway.calls.scale_from_zero import FirstNodeWait
     from gateway.catalog.callers import Callers
-    from gateway.catalog.deploy_slots import DeploySlots
     from gateway.catalog.functions import Functions
     from gateway.catalog.store_probe import StoreProbe
     from gateway.catalog.threads import LeavableThreads, StoreThreads
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from gateway.events.calls import EventCalls
     from gateway.events.destinations import Destinations
     from gateway.events.events import Events
+    from gateway.places.pools import Pools
     from gateway.residency.residency import Residency
     from gateway.residency.warming import Warming
     from gateway.usage.ledger import UsageLedger
@@ -57,7 +57,7 @@ class Calls:
     event_calls: EventCalls
     batches: Batches
     callers: Callers
-    uploads: DeploySlots
+    pools: Pools
     registry: Registry
     threads: StoreThreads
     peers: Peers
@@ -75,8 +75,8 @@ class Catalog:
     functions: Functions
     changes: Changes
     templates: ChatTemplates
-    deploys: DeploySlots
     destinations: Destinations
+    pools: Pools
     sources: Sources
     source_threads: LeavableThreads
     cluster: ClusterState

@@ -29,13 +29,12 @@ from gateway.calls.request import InputProcessor
 from gateway.calls.routing import Router
 from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
-from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions
 from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.rate_limiter import RateLimiter
 from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
-from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
+from gateway.catalog.threads import LeavableThreads, StoreThreads
 from gateway.changes import Changes
 from gateway.config import GatewayConfig
 from gateway.events.calls import EventCalls
@@ -68,11 +67,6 @@ from gateway.workers.metrics import Metrics
 from gateway.workers.peers import DigestCalled
 from gateway.workers.windows import Windows
 
-TEXT_THREADS = 2
-SOURCE_THREADS = 4
-EVENT_THREADS = 8
-"""Number of threads that write asynchronous calls to the store, and so the maximum of concurrent writes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
@@ -98,7 +92,6 @@ class _Records:
     callers: Callers
     text: BaseText
     destinations: Destinations
-    deploys: DeploySlots
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -166,12 +159,11 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 
 def _make_records(opened: Opened) -> _Records:
-    config, store = opened.config, opened.store
+    config, store, pools = opened.config, opened.store, opened.pools
     registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
-    # Deploys take long. With these extra threads a rollback always finds a free one.
-    threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
+    threads = StoreThreads(config.store_seconds, pools["store_writes"], pools["store_reads"])
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
-    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
+    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed, pools["rebuilds"])
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     return _Records(
         registry=registry,
@@ -188,7 +180,6 @@ def _make_records(opened: Opened) -> _Records:
             hosts=config.webhook_hosts,
             max_timeout=config.max_timeout,
         ),
-        deploys=DeploySlots(config),
     )
 
 
@@ -227,11 +218,11 @@ def _make_traffic(opened: Opened, records: _Records) -> _Traffic:
 
 
 def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
-    config, store, shared = opened.config, opened.store, opened.shared
+    config, store, shared, pools = opened.config, opened.store, opened.shared, opened.pools
     inputs = InputProcessor(
         base=opened.base,
         text=records.text,
-        text_threads=LeavableThreads(TEXT_THREADS),
+        text_threads=LeavableThreads(pools["texts"]),
         templates=opened.templates,
         functions=records.functions,
         callers=records.callers,
@@ -242,7 +233,7 @@ def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
     )
     events = Events(
         EventStore(store, EventMetrics(opened.metrics.registry)),
-        StoreThreads(config.store_seconds, EVENT_THREADS),
+        StoreThreads(config.store_seconds, pools["event_writes"], pools["event_reads"]),
         shared.events,
         account_of=records.callers.account,
     )
@@ -258,6 +249,7 @@ def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
             destinations=records.destinations,
             store=store,
             threads=records.threads,
+            pools=pools,
         ),
         batches=make_batches(
             store,
@@ -267,9 +259,10 @@ def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
             name=worker_name(),
             registry=opened.metrics.registry,
             unix=events.clock.now,
+            places=pools["batch_store"],
         ),
         callers=records.callers,
-        uploads=records.deploys,
+        pools=pools,
         registry=records.registry,
         threads=records.threads,
         peers=shared.peers,
@@ -286,10 +279,10 @@ def _make_catalog(opened: Opened, records: _Records, traffic: _Traffic) -> Catal
         functions=records.functions,
         changes=traffic.changes,
         templates=opened.templates,
-        deploys=records.deploys,
+        pools=opened.pools,
         destinations=records.destinations,
         sources=Sources(opened.config.allowed_sources),
-        source_threads=LeavableThreads(SOURCE_THREADS),
+        source_threads=LeavableThreads(opened.pools["sources"]),
         cluster=opened.shared.cluster,
         called=traffic.dispatcher.called,
         windows=traffic.windows,

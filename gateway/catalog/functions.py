@@ -21,6 +21,7 @@ from gateway.catalog.rebuilds import Rebuilds
 from gateway.catalog.threads import StoreThreads
 from gateway.config import GatewayConfig
 from gateway.http.errors import STORE_RETRY_AFTER
+from gateway.places.places import Places
 
 T = TypeVar("T")
 
@@ -50,14 +51,15 @@ class Functions:
         threads: StoreThreads,
         clock: Callable[[], float],
         confirmed: Callable[[str], float],
+        rebuilds: Places | int = 1,
     ) -> None:
-        """`confirmed` returns the time, by `clock`, at which the record with this key was last known to be
-        unchanged."""
+        """`confirmed` returns the time, by `clock`, at which the record with this key was last known to be unchanged.
+        `rebuilds`: places for rebuilds of artifacts, as in LeavableThreads."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
         """Function that is called with tenant and name of each function that this process has changed."""
         self._registry = registry
         self._threads = threads
-        self._rebuilds = Rebuilds(registry, self.forget)
+        self._rebuilds = Rebuilds(registry, self.forget, rebuilds)
         self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
             self._load,
             clock=clock,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -13,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from adapters.errors import StoreUnavailable
+from gateway.places.places import Places, Pool, owner_now
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,34 +24,37 @@ WRITE_THREADS = 4
 
 
 class LeavableThreads:
-    """Pool that runs at most `count` calls at once, each in its own thread.
+    """Pool that runs each call in its own thread, in a place of the tenant for which the task works (`owner_now`).
 
     A caller may be cancelled, but its place becomes free only when the thread has ended. So calls that hang can't pile
     up.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, places: Places | int) -> None:
+        """`places`: those of a shared pool, or the number of calls that run at once if only the service itself
+        calls."""
         self.abandoned = 0
         """Number of running calls whose callers were cancelled."""
-        self._places = asyncio.Semaphore(count)
+        self.places = _places(places)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs the work in a thread and returns its result. Raises the exceptions of `work`.
+        """Runs the work in a thread and returns its result. Raises the exceptions of `work`, and ServiceError
+        `overloaded` if too much work of the tenant waits.
 
         The wait for a free place is unlimited; callers set their own timeouts.
         """
-        await self._places.acquire()
+        owner = owner_now.get()
+        await self.places.acquire(owner)
         outcome: Future[T] = Future()
         outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel it, because the thread will set it
         try:
             # A daemon thread, so that a call that hangs does not delay the end of the process.
             Thread(target=_run, args=(work, outcome), daemon=True, name="leavable").start()
         except RuntimeError:  # the system can start no more threads
-            self._places.release()
+            self.places.release(owner)
             raise
         ended = asyncio.wrap_future(outcome)
-        ended.add_done_callback(self._end)
+        ended.add_done_callback(partial(self._end, owner))
         try:
             await asyncio.wait({ended})  # unlike a plain await, cancellation does not cancel `ended`
         finally:
@@ -58,8 +63,8 @@ class LeavableThreads:
                 ended.add_done_callback(self._end_left)
         return ended.result()
 
-    def _end(self, ended: asyncio.Future[T]) -> None:
-        self._places.release()
+    def _end(self, owner: str, ended: asyncio.Future[T]) -> None:
+        self.places.release(owner)
         if not ended.cancelled():
             ended.exception()  # retrieved, because the caller may have been cancelled
 
@@ -76,15 +81,23 @@ def _run(work: Callable[[], T], outcome: Future[T]) -> None:
         outcome.set_result(result)
 
 
+def _places(places: Places | int) -> Places:
+    if isinstance(places, Places):
+        return places
+    return Places(Pool(name="own", work="calls", size=places, per_tenant=max(1, places - 1), hold_s=math.inf))
+
+
 class StoreThreads:
     """Threads for the store. Reads are abandoned after `seconds`; writes run to their end, because they can't be
     undone."""
 
-    def __init__(self, seconds: float, writes: int = WRITE_THREADS) -> None:
+    def __init__(
+        self, seconds: float, writes: Places | int = WRITE_THREADS, reads: Places | int = READ_THREADS
+    ) -> None:
         self._seconds = seconds
-        self._reads = LeavableThreads(READ_THREADS)
-        self._writes = asyncio.Semaphore(writes)
-        self._write_limiter = anyio.CapacityLimiter(writes)
+        self._reads = LeavableThreads(reads)
+        self._writes = _places(writes)
+        self._write_limiter = anyio.CapacityLimiter(self._writes.pool.size)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns the result of a read.
@@ -92,7 +105,7 @@ class StoreThreads:
         Raises StoreUnavailable if the store does not answer in time, or if no thread becomes free in time. Raises it at
         once while abandoned reads occupy all threads.
         """
-        if self._reads.abandoned >= self._reads.count:
+        if self._reads.abandoned >= self._reads.places.pool.size:
             raise StoreUnavailable(f"{self._reads.abandoned} earlier reads of the registry still hang")
         try:
             async with asyncio.timeout(self._seconds):
@@ -106,15 +119,16 @@ class StoreThreads:
 
         Raises StoreUnavailable if no thread becomes free in time.
         """
+        owner = owner_now.get()
         try:
             async with asyncio.timeout(self._seconds):
-                await self._writes.acquire()
+                await self._writes.acquire(owner)
         except TimeoutError:
             raise self._late() from None
         try:
             return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._write_limiter)
         finally:
-            self._writes.release()
+            self._writes.release(owner)
 
     def _late(self) -> StoreUnavailable:
         return StoreUnavailable(f"no answer from the registry within {self._seconds:g} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from peft_files import adapter, changed, safetensors_bytes
 from adapters.base_model import BaseModel
 from adapters.deployment import AdapterUpload
 from adapters.errors import MAX_PROBLEMS, AdapterError, InspectionBusy, InvalidAdapter, TooLarge
-from adapters.helper_process import MEMORY_BYTES, NICENESS
+from adapters.helper_process import MEMORY_BYTES, NICENESS, HelperProcess
 from adapters.inspector import Inspector
+from adapters.local_store import LocalStore
 from adapters.peft_config import MAX_CONFIG_BYTES
 from adapters.peft_format import MAX_HEADER_BYTES
 from adapters.registry import Registry
@@ -244,3 +246,34 @@ def _ticks(pid: int) -> int:
 def _until_ended(pid: int) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
         time.sleep(0.01)
+
+
+def test_a_registry_without_an_inspector_limits_patterns_too(
+    good: tuple[bytes, Path], base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at names in its own thread, and at regular expressions in a process that is gone afterwards."""
+    config, weights = good
+    registry = Registry(LocalStore(tmp_path / "registry"), base)
+    started: list[HelperProcess] = []
+    begin = HelperProcess._started
+
+    def note(helper: HelperProcess, seconds: float) -> socket.socket:
+        started.append(helper)
+        return begin(helper, seconds)
+
+    monkeypatch.setattr(HelperProcess, "_started", note)
+    assert registry.check(AdapterUpload(config, weights)).digest
+    assert started == []
+    monkeypatch.setattr("adapters.inspector.MATCH_SECONDS", 0.25)
+    for field, value in (
+        ("target_modules", r"(.+.+)+x"),
+        ("exclude_modules", r"(.+.+)+x"),
+        ("rank_pattern", {r"(.+.+)+x": 4}),
+        ("alpha_pattern", {r"(.+.+)+x": 4}),
+    ):
+        with pytest.raises(InvalidAdapter, match="take too long"):
+            registry.check(AdapterUpload(changed(config, **{field: value}), weights))
+        process = started[-1].process
+        assert process is not None
+        assert process.returncode is not None
+    assert registry.check(AdapterUpload(changed(config, target_modules=r".*\.(q_proj|v_proj)"), weights)).digest

@@ -212,6 +212,29 @@ class TestSharedByWorkers:
 
         asyncio.run(main())
 
+    def test_the_counts_of_a_dead_worker_go_and_those_of_long_calls_stay(
+        self, shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cluster.redis_limits.PLACES_SECONDS", 1)
+        monkeypatch.setattr("cluster.redis_limits.RENEW_SECONDS", 0.0)
+
+        async def main() -> None:
+            async with two_workers(World(shared_redis), 1) as ((link, limits),):
+                asked, client = call(owners={"acme": 2}), shared_redis.client
+                assert await limits.take(asked) is None
+                dead = link.key("places", "of-a-dead-worker")
+                client.hset(dead, "another", 1)
+                client.pexpire(dead, 1000)  # as its last call left it
+                async with asyncio.timeout(60):
+                    while client.exists(dead):  # noqa: ASYNC110 - Redis removes it by itself
+                        await asyncio.sleep(0.05)
+                    await asyncio.sleep(1.5)  # longer than a count stays without a renewal
+                assert client.hgetall(link.key("places", "acme")) != {}
+                assert client.pttl(link.key("places", "acme")) > 0
+                await limits.settle(asked, 0)
+
+        asyncio.run(main())
+
     def test_nothing_stays_of_idle_tenants(self, shared_redis: RedisServer) -> None:
         async def main() -> None:
             world = World(shared_redis)

@@ -213,7 +213,7 @@ def test_targets_that_are_none(client: httpx.Client) -> None:
 def test_a_rollback_waits_for_no_deploy(
     start: Callable[..., Running], stories_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = start(max_deploys=4, max_tenant_deploys=4, store_seconds=20.0)
+    running = start(max_deploys=5, max_tenant_deploys=4, store_seconds=20.0)
     client = running.client()
     for name in ADAPTERS:
         client.post("/deploy/f", files=upload(stories_adapters[name]))
