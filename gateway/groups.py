@@ -79,6 +79,7 @@ class Catalog:
     pools: Pools
     sources: Sources
     source_threads: LeavableThreads
+    deploy_threads: LeavableThreads
     cluster: ClusterState
     called: CalledDigests
     windows: Windows

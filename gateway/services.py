@@ -283,6 +283,7 @@ def _make_catalog(opened: Opened, records: _Records, traffic: _Traffic) -> Catal
         destinations=records.destinations,
         sources=Sources(opened.config.allowed_sources),
         source_threads=LeavableThreads(opened.pools["sources"]),
+        deploy_threads=LeavableThreads(opened.pools["deploy_checks"], cut_off=False),
         cluster=opened.shared.cluster,
         called=traffic.dispatcher.called,
         windows=traffic.windows,

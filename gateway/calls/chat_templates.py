@@ -21,7 +21,7 @@ from starlette.types import Receive
 from adapters.functions import MAX_TEMPLATE
 from adapters.helper_process import HelperEnded, HelperProcess
 from cluster.errors import ServiceError
-from gateway.calls.setbacks import Key, Setbacks
+from gateway.calls.setbacks import Key, Setbacks, key_of
 from gateway.calls.template_process import RENDER_SECONDS, Job, Refused, Rendered
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.connected import while_connected
@@ -105,7 +105,7 @@ class ChatTemplates:
             raise ServiceError("timeout", "the timeout passed before the chat template was rendered") from None
 
     async def _in_turn(self, tenant: str, job: Job) -> str:
-        key = tenant, job.template
+        key = key_of(tenant, job.template)
         self._check_pause(key)
         with working_for(tenant):
             return await self._threads.run(lambda: self._try(key, job))

@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from threading import Lock
 from typing import NamedTuple
@@ -13,14 +14,18 @@ MAX_PAUSE_S = 60.0
 MAX_TEMPLATES = 4096
 """Maximum templates that are remembered; the one that was killed first is forgotten."""
 
-Key = tuple[str, str]
-"""Tenant and template."""
+Key = tuple[str, bytes]
+"""Tenant, and digest of the template: templates are too long to be kept."""
 
 
 class _Setback(NamedTuple):
     kills: int
     until: float
     why: str
+
+
+def key_of(tenant: str, template: str) -> Key:
+    return tenant, hashlib.sha256(template.encode(errors="surrogatepass")).digest()
 
 
 class Setbacks:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -88,13 +89,20 @@ class Functions:
         return await self._cache.get((tenant, name, qualifier or ""))
 
     async def change(self, change: Callable[..., T], tenant: str, name: str, *args: Any) -> T:
-        """Changes a function in the registry, and returns the result of `change(tenant, name, *args)`.
+        """Changes a function in the registry, as in `changing`, and returns the result of
+        `change(tenant, name, *args)`."""
+        with self.changing(tenant, name):
+            return await self._threads.write(change, tenant, name, *args)
 
-        Afterwards this process does not use records from before the change. That also holds if the change fails or its
-        caller is cancelled, because the thread may still have made it.
+    @contextmanager
+    def changing(self, tenant: str, name: str) -> Iterator[None]:
+        """Context in which a function is changed in the registry. Afterwards this process does not use records from
+        before the change.
+
+        That also holds if the change fails or its caller is cancelled, because the thread may still have made it.
         """
         try:
-            return await self._threads.write(change, tenant, name, *args)
+            yield
         finally:
             self.forget(tenant, name)
             self.on_change(tenant, name)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from threading import Thread
 from typing import ParamSpec, TypeVar
-
-import anyio
-import anyio.to_thread
 
 from adapters.errors import StoreUnavailable
 from gateway.places.places import Places, Pool, owner_now
@@ -30,30 +26,35 @@ class LeavableThreads:
     up.
     """
 
-    def __init__(self, places: Places | int) -> None:
+    def __init__(self, places: Places | int, *, cut_off: bool = True) -> None:
         """`places`: those of a shared pool, or the number of calls that run at once if only the service itself
-        calls."""
+        calls. `cut_off`: the end of the process does not wait for running calls."""
+        self._cut_off = cut_off
         self.abandoned = 0
         """Number of running calls whose callers were cancelled."""
         self.places = _places(places)
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Runs the work in a thread and returns its result. Raises the exceptions of `work`, and ServiceError
-        `overloaded` if too much work of the tenant waits.
+    async def run(self, work: Callable[[], T], wait_s: float | None = None) -> T:
+        """Runs the work in a thread and returns its result. Waits at most `wait_s` seconds for a place; callers set
+        their own timeouts if it is None.
 
-        The wait for a free place is unlimited; callers set their own timeouts.
+        Raises the exceptions of `work`, and ServiceError `overloaded` without a place.
         """
         owner = owner_now.get()
-        await self.places.acquire(owner)
-        outcome: Future[T] = Future()
-        outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel it, because the thread will set it
+        await self.places.acquire(owner, wait_s)
+        return await self.run_held(owner, work)
+
+    async def run_held(self, owner: str, work: Callable[[], T]) -> T:
+        """Runs the work as `run`, in a place of the owner that the caller has acquired. The place is released when the
+        thread has ended."""
         try:
-            # A daemon thread, so that a call that hangs does not delay the end of the process.
-            Thread(target=_run, args=(work, outcome), daemon=True, name="leavable").start()
-        except RuntimeError:  # the system can start no more threads
+            outcome: Future[T] = Future()
+            outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel it: the thread will set it
+            ended = asyncio.wrap_future(outcome)
+            Thread(target=_run, args=(work, outcome), daemon=self._cut_off, name="leavable").start()
+        except BaseException:  # for instance, the system can start no more threads, or has no memory
             self.places.release(owner)
             raise
-        ended = asyncio.wrap_future(outcome)
         ended.add_done_callback(partial(self._end, owner))
         try:
             await asyncio.wait({ended})  # unlike a plain await, cancellation does not cancel `ended`
@@ -84,7 +85,7 @@ def _run(work: Callable[[], T], outcome: Future[T]) -> None:
 def _places(places: Places | int) -> Places:
     if isinstance(places, Places):
         return places
-    return Places(Pool(name="own", work="calls", size=places, per_tenant=max(1, places - 1), hold_s=math.inf))
+    return Places(Pool(name="own", work="calls", size=places, per_tenant=max(1, places - 1)))
 
 
 class StoreThreads:
@@ -96,8 +97,7 @@ class StoreThreads:
     ) -> None:
         self._seconds = seconds
         self._reads = LeavableThreads(reads)
-        self._writes = _places(writes)
-        self._write_limiter = anyio.CapacityLimiter(self._writes.pool.size)
+        self._writes = LeavableThreads(writes, cut_off=False)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns the result of a read.
@@ -114,21 +114,18 @@ class StoreThreads:
             raise self._late() from None
 
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the result of a write. The write continues if the caller is cancelled, so its temporary files must
-        outlive it.
+        """Returns the result of a write. The write continues if the caller is cancelled, in its place, so its temporary
+        files must outlive it.
 
         Raises StoreUnavailable if no thread becomes free in time.
         """
         owner = owner_now.get()
         try:
             async with asyncio.timeout(self._seconds):
-                await self._writes.acquire(owner)
+                await self._writes.places.acquire(owner)
         except TimeoutError:
             raise self._late() from None
-        try:
-            return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._write_limiter)
-        finally:
-            self._writes.release(owner)
+        return await self._writes.run_held(owner, partial(call, *args, **kwargs))
 
     def _late(self) -> StoreUnavailable:
         return StoreUnavailable(f"no answer from the registry within {self._seconds:g} s")

@@ -25,7 +25,7 @@ owner_now: ContextVar[str] = ContextVar("owner_now", default=SERVICE)
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and bounds of one shared pool, in one gateway worker. Times are in seconds."""
+    """Size and bounds of one shared pool, in one gateway worker."""
 
     name: str
     work: str
@@ -35,8 +35,6 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum places of one tenant."""
     waiting: int = 1024
     """Maximum pieces of work of one tenant that wait for a place; further ones are refused."""
-    hold_s: float
-    """Maximum time for which one piece of work holds its place."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.per_tenant < 1 or (self.size > 1 and self.per_tenant >= self.size):
@@ -54,9 +52,11 @@ class Places:
         self._in_use_by: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Waiting work by owner."""
+        self._waiting_count = 0
         self._turns: dict[str, int] = {}
         """Number of the last place that each owner got, of those that hold places or wait. Places are numbered as they
-        are given."""
+        are given. An owner without one counts as older than those of the places that may be held now, but not as
+        older than all: so an endless row of new owners overtakes nobody."""
         self._last_number = 0
 
     @property
@@ -65,7 +65,7 @@ class Places:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return self._waiting_count
 
     def has_room(self, owner: str) -> bool:
         """Returns whether the owner would get a place at once."""
@@ -79,7 +79,7 @@ class Places:
         """Holds a place as long as the context lasts. Raises ServiceError `overloaded` if the owner gets none at
         once."""
         if not self.has_room(owner):
-            raise self._refusal(owner)
+            raise self._refused(self._why_no_room(owner))
         self._take(owner)
         try:
             yield
@@ -87,41 +87,47 @@ class Places:
             self.release(owner)
 
     @asynccontextmanager
-    async def hold(self, owner: str, wait_s: float) -> AsyncIterator[None]:
-        """Holds a place as long as the context lasts, after a wait of at most `wait_s` seconds. Raises ServiceError
-        `overloaded` without a place."""
-        try:
-            async with asyncio.timeout(wait_s):
-                await self.acquire(owner)
-        except TimeoutError:
-            raise self._refusal(owner) from None
+    async def hold(self, owner: str, wait_s: float | None = None) -> AsyncIterator[None]:
+        """Holds a place as long as the context lasts. Waits and raises as `acquire`."""
+        await self.acquire(owner, wait_s)
         try:
             yield
         finally:
             self.release(owner)
 
-    async def acquire(self, owner: str) -> None:
-        """Takes a place, which the caller must release. Callers set their own timeouts.
+    async def acquire(self, owner: str, wait_s: float | None = None) -> None:
+        """Takes a place, which the caller must release. Waits at most `wait_s` seconds; if None, callers set their own
+        timeouts.
 
-        Raises ServiceError `overloaded` at once if too much work of the tenant waits.
+        Raises ServiceError `overloaded` after that time, or at once if too much work of the tenant waits.
         """
         if owner not in self._waiting and self.has_room(owner):
             self._take(owner)
             return
-        queue = self._waiting.setdefault(owner, deque())
-        if owner != SERVICE and len(queue) >= self.pool.waiting:
-            raise self._refusal(owner)
+        if owner != SERVICE and len(self._waiting.get(owner, ())) >= self.pool.waiting:
+            raise self._refused(f"{self.pool.waiting} of your {self.pool.work} wait already")
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._wait_for_turn(owner)
+        except TimeoutError:
+            raise self._refused(self._why_no_room(owner)) from None
+
+    async def _wait_for_turn(self, owner: str) -> None:
+        """Waits until the owner's turn, which takes a place."""
         granted = asyncio.get_running_loop().create_future()
-        queue.append(granted)
+        self._waiting.setdefault(owner, deque()).append(granted)
+        self._waiting_count += 1
+        self._turns.setdefault(owner, self._last_number - self.pool.size)
         self._on_change(self, False)
         try:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
                 self.release(owner)
-            elif granted in queue:
+            elif granted in (queue := self._waiting.get(owner, deque())):
                 queue.remove(granted)
-                self._forget_queue(owner)
+                self._waiting_count -= 1
+                self._forget_idle(owner)
                 self._on_change(self, False)
             raise
 
@@ -132,8 +138,7 @@ class Places:
         if not self._in_use_by[owner]:
             del self._in_use_by[owner]
         self._grant()
-        if owner not in self._in_use_by and owner not in self._waiting:
-            self._turns.pop(owner, None)
+        self._forget_idle(owner)
         self._on_change(self, False)
 
     def _take(self, owner: str) -> None:
@@ -149,23 +154,30 @@ class Places:
         while eligible := [owner for owner in self._waiting if self.has_room(owner)]:
             owner = min(eligible, key=lambda owner: (self._in_use_by.get(owner, 0), self._turns.get(owner, 0)))
             granted = self._waiting[owner].popleft()
-            self._forget_queue(owner)
+            self._waiting_count -= 1
             if not granted.done():  # a cancelled one has no need of its turn
                 self._take(owner)
                 granted.set_result(None)
+            self._forget_idle(owner)
 
-    def _forget_queue(self, owner: str) -> None:
+    def _forget_idle(self, owner: str) -> None:
+        """Removes what is kept of an owner that waits no more, or neither waits nor holds a place."""
         if not self._waiting.get(owner, True):
             del self._waiting[owner]
+        if owner not in self._waiting and owner not in self._in_use_by:
+            self._turns.pop(owner, None)
 
-    def _refusal(self, owner: str) -> ServiceError:
-        self._forget_queue(owner)
-        self._on_change(self, True)
+    def _why_no_room(self, owner: str) -> str:
         pool, in_use = self.pool, self._in_use_by.get(owner, 0)
+        if in_use >= pool.per_tenant:
+            return f"you have {in_use} {pool.work} under way already, and may have {pool.per_tenant} at once"
         if in_use:
-            why = f"you have {in_use} {pool.work} under way already, and may have {pool.per_tenant} at once"
-        else:
-            why = f"all {pool.size} places for {pool.work} are taken by other tenants"
+            return f"you have {in_use} {pool.work} under way already, and the last place is kept for other tenants"
+        return f"all {pool.size} places for {pool.work} are taken by other tenants"
+
+    def _refused(self, why: str) -> ServiceError:
+        """Counts a refusal and returns its error."""
+        self._on_change(self, True)
         return ServiceError("overloaded", f"{why}; try again later", retry_after=RETRY_AFTER_S)
 
 

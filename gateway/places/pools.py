@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.config import GatewayConfig, share
 from gateway.places.places import Places, Pool
 
-HANG_S = 60.0
-"""Time after which a store's own timeouts end a hanging request."""
-
 FIXED: tuple[Pool, ...] = (
-    Pool(name="webhooks", work="webhooks", size=16, per_tenant=4, hold_s=15.0),
-    Pool(name="webhook_names", work="look-ups of webhooks' hosts", size=8, per_tenant=2, hold_s=40.0),
-    Pool(name="destinations", work="calls of destinations", size=16, per_tenant=4, hold_s=4 * HANG_S),
-    Pool(name="event_runs", work="asynchronous calls", size=128, per_tenant=32, hold_s=3600.0),
-    Pool(name="texts", work="long texts to tokenise", size=4, per_tenant=1, hold_s=10.0),
-    Pool(name="templates", work="conversations to render", size=4, per_tenant=1, hold_s=30.0),
-    Pool(name="sources", work="copies of a `source`", size=8, per_tenant=2, hold_s=600.0),
-    Pool(name="rebuilds", work="rebuilds of adapters", size=4, per_tenant=1, waiting=16, hold_s=2 * HANG_S),
-    Pool(name="store_reads", work="reads of the registry", size=16, per_tenant=12, hold_s=HANG_S),
-    Pool(name="store_writes", work="writes to the registry", size=8, per_tenant=6, hold_s=2 * HANG_S),
-    Pool(name="event_reads", work="reads of asynchronous calls", size=16, per_tenant=12, hold_s=HANG_S),
-    Pool(name="event_writes", work="writes of asynchronous calls", size=8, per_tenant=6, hold_s=HANG_S),
-    Pool(name="batch_store", work="reads and writes of batches", size=8, per_tenant=6, hold_s=HANG_S),
+    Pool(name="webhooks", work="webhooks", size=16, per_tenant=4),
+    Pool(name="webhook_names", work="look-ups of webhooks' hosts", size=8, per_tenant=2),
+    Pool(name="destinations", work="calls of destinations", size=16, per_tenant=4),
+    Pool(name="event_runs", work="asynchronous calls", size=128, per_tenant=32),
+    Pool(name="texts", work="long texts to tokenise", size=4, per_tenant=1),
+    Pool(name="templates", work="conversations to render", size=4, per_tenant=1),
+    Pool(name="sources", work="copies of a `source`", size=8, per_tenant=2),
+    Pool(name="rebuilds", work="rebuilds of adapters", size=4, per_tenant=1),
+    Pool(name="store_reads", work="reads of the registry", size=16, per_tenant=12),
+    Pool(name="store_writes", work="writes to the registry", size=8, per_tenant=6),
+    Pool(name="event_reads", work="reads of asynchronous calls", size=16, per_tenant=12),
+    Pool(name="event_writes", work="writes of asynchronous calls", size=8, per_tenant=6),
+    Pool(name="batch_store", work="reads and writes of batches", size=8, per_tenant=6),
 )
 """Pools whose size is no setting."""
 
@@ -35,19 +31,12 @@ def pools_of(config: GatewayConfig) -> dict[str, Pool]:
     """Returns all pools of one worker by name."""
     uploads = _shares(config, config.max_uploads, config.max_tenant_uploads)
     stores = _shares(config, config.max_deploys, config.max_tenant_deploys)
-    deploy_s, check_s = config.deploy_seconds, 4 * HANG_S
-    files = "uploads of batch files"
     sized = (
-        Pool(name="deploys", work="deploys", size=uploads[0], per_tenant=uploads[1], hold_s=2 * deploy_s),
-        Pool(name="batch_files", work=files, size=uploads[0], per_tenant=uploads[1], hold_s=deploy_s),
-        Pool(name="deploy_checks", work="checks of adapters", size=stores[0], per_tenant=stores[1], hold_s=check_s),
+        Pool(name="deploys", work="deploys", size=uploads[0], per_tenant=uploads[1]),
+        Pool(name="batch_files", work="uploads of batch files", size=uploads[0], per_tenant=uploads[1]),
+        Pool(name="deploy_checks", work="checks of adapters", size=stores[0], per_tenant=stores[1]),
     )
-    pools = {pool.name: pool for pool in (*FIXED, *sized)}
-    writes = pools["store_writes"]  # deploys take long: with these extra threads a rollback always finds a free one
-    pools["store_writes"] = msgspec.structs.replace(
-        writes, size=writes.size + stores[0], per_tenant=writes.per_tenant + stores[1]
-    )
-    return pools
+    return {pool.name: pool for pool in (*FIXED, *sized)}
 
 
 def _shares(config: GatewayConfig, size: int, per_tenant: int) -> tuple[int, int]:

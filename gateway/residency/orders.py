@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cluster.errors import ServiceError
 from cluster.news import NodeRecord
 from cluster.residency import WantedAdapter, WantedResidency
+from cluster.state import MAX_NODES
 from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.leader.tick import Tick, TickEnded
 from gateway.places.places import SERVICE, Places, Pool
@@ -27,7 +27,7 @@ ORDER_SECONDS = 20.0
 ANSWER_SECONDS = 2.0
 AT_ONCE, FAILING_AT_ONCE = 16, 4
 """Maximum orders under way at once: in all, and to nodes that failed to take their last order."""
-POOL = Pool(name="node_orders", work="orders to nodes", size=AT_ONCE, per_tenant=FAILING_AT_ONCE, hold_s=ANSWER_SECONDS)
+POOL = Pool(name="node_orders", work="orders to nodes", size=AT_ONCE, per_tenant=FAILING_AT_ONCE, waiting=MAX_NODES)
 FAILING = "failing nodes"
 """Owner of the places of all nodes that failed to take their last order."""
 
@@ -76,11 +76,11 @@ class ResidencyOrders:
         failing, until = [scheduled[id] for id in self._failing if id in scheduled], self._clock() + ANSWER_SECONDS
 
         async def order(node: NodeRecord) -> None:
-            async with self._place(SERVICE):
+            async with self._places.hold(SERVICE):
                 await self._order(tick, node, orders.get(node.id, NOTHING))
 
         async def order_failing(node: NodeRecord) -> None:
-            async with self._place(FAILING):
+            async with self._places.hold(FAILING):
                 if self._clock() <= until:
                     await self._order(tick, node, orders.get(node.id, NOTHING))
 
@@ -90,14 +90,6 @@ class ResidencyOrders:
             for node in failing:
                 tasks.create_task(order_failing(node))
         tick.check()
-
-    @asynccontextmanager
-    async def _place(self, owner: str) -> AsyncIterator[None]:
-        await self._places.acquire(owner)
-        try:
-            yield
-        finally:
-            self._places.release(owner)
 
     def _is_unknown(self, node: NodeRecord) -> bool:
         """Returns whether the node has never taken an order, so that it may not answer."""

@@ -122,22 +122,19 @@ async def _store(
     registry, staged = catalog.registry, None
     aliases = ("latest",) if upload.alias is None else (upload.alias, "latest")
     await catalog.destinations.check_policy(tenant, name, upload.policy or {}, within="policy.", aliases=aliases)
-    checks = partial(catalog.pools["deploy_checks"].hold, tenant, catalog.config.deploy_wait)
+    wait, threads = catalog.config.deploy_wait, catalog.deploy_threads
     await catalog.templates.check(
         tenant, upload.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."
     )
     if how.dry_run:
-        async with checks():
-            checked = await catalog.threads.write(registry.check, upload, name)
+        checked = await threads.run(partial(registry.check, upload, name), wait)
         return json_response(await _reply(catalog, checked, problems))
     if how.warm:
-        async with checks():
-            staged = await catalog.threads.write(registry.stage, tenant, name, upload)
-        # No place is held during the wait.
+        staged = await threads.run(partial(registry.stage, tenant, name, upload), wait)
         problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.deployment)
-    async with checks():
-        memory = await catalog.residency.provisionable()
-        deployment = await catalog.functions.change(registry.deploy, tenant, name, upload, staged, memory)
+    memory = await catalog.residency.provisionable()
+    with catalog.functions.changing(tenant, name):
+        deployment = await threads.run(partial(registry.deploy, tenant, name, upload, staged, memory), wait)
     return json_response(await _reply(catalog, deployment, problems), 201 if deployment.created else 200)
 
 

@@ -141,7 +141,7 @@ class MortalStore(LocalStore):
 
 
 def places(size: int, per_tenant: int) -> Places:
-    return Places(Pool(name="p", work="deliveries", size=size, per_tenant=per_tenant, hold_s=15.0))
+    return Places(Pool(name="p", work="deliveries", size=size, per_tenant=per_tenant))
 
 
 def webhooks_to(hosts_of: HostsOf) -> Webhooks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import ExitStack
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from tests.support.draws import draws
 
 
 def places(size: int = 8, per_tenant: int = 2, waiting: int = 64) -> Places:
-    return Places(Pool(name="p", work="cakes", size=size, per_tenant=per_tenant, waiting=waiting, hold_s=1.0))
+    return Places(Pool(name="p", work="cakes", size=size, per_tenant=per_tenant, waiting=waiting))
 
 
 def test_a_tenant_holds_its_part_and_no_more() -> None:
@@ -76,8 +77,9 @@ def test_waits_are_bounded_in_number_and_time() -> None:
         with shared.hold_now("a"):
             waiter = asyncio.create_task(shared.acquire("a"))
             await asyncio.sleep(0)
-            with pytest.raises(ServiceError, match="you have 1 cakes"):
+            with pytest.raises(ServiceError, match="1 of your cakes wait already") as refused:
                 await shared.acquire("a")
+            assert (refused.value.type, refused.value.retry_after) == ("overloaded", 2.0)
             waiter.cancel()
             await asyncio.wait({waiter})
             with pytest.raises(ServiceError, match="you have 1 cakes"):
@@ -88,6 +90,57 @@ def test_waits_are_bounded_in_number_and_time() -> None:
                     async with shared.hold("c", 0.001):
                         pass
         assert (shared.in_use, shared.waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_tenant_is_told_that_the_last_place_is_for_others() -> None:
+    shared = places(size=3, per_tenant=2)
+    with ExitStack() as stack:
+        for tenant in ("a", "b"):
+            stack.enter_context(shared.hold_now(tenant))
+        with pytest.raises(ServiceError, match="you have 1 cakes under way already, and the last place is kept"):
+            stack.enter_context(shared.hold_now("a"))
+
+
+def test_an_endless_row_of_new_tenants_overtakes_nobody_for_long() -> None:
+    async def main() -> None:
+        shared, new = places(size=2, per_tenant=1), (f"new-{number}" for number in count())
+        for tenant in ("a", "b"):
+            await shared.acquire(tenant)
+        waits = asyncio.create_task(shared.acquire("a"))
+        await asyncio.sleep(0)
+        held = ["b", "a"]
+        for _ in range(2 * shared.pool.size):
+            asyncio.create_task(take(shared, next(new), held))  # noqa: RUF006 - it ends with the test
+            await asyncio.sleep(0)
+            shared.release(held.pop())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert waits.done()
+
+    async def take(shared: Places, tenant: str, held: list[str]) -> None:
+        await shared.acquire(tenant)
+        held.append(tenant)
+
+    asyncio.run(main())
+
+
+def test_nothing_is_kept_of_a_tenant_that_waits_no_more() -> None:
+    async def main() -> None:
+        shared = places(size=2, per_tenant=1)
+        await shared.acquire("b")
+        for number in range(50):
+            tenant = f"t{number}"
+            await shared.acquire(tenant)
+            waits = [asyncio.create_task(shared.acquire(name)) for name in (tenant, "c")]
+            await asyncio.sleep(0)
+            shared.release(tenant)  # for `c`, who had no turn
+            waits[0].cancel()
+            await asyncio.wait(waits)
+            shared.release("c")
+        kept = [value for value in vars(shared).values() if isinstance(value, dict)]
+        assert [list(each) for each in kept if each] == [["b"]] * 2  # its place and its turn
 
     asyncio.run(main())
 
