@@ -52,13 +52,14 @@ async def open_outside(config: GatewayConfig, metrics: Metrics) -> AsyncIterator
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
     secret, pools = read_secret(Path(config.secret_file)), Pools(config, metrics.registry)
+    inspectors = pools["deploy_checks"].pool.per_tenant + 1  # so that one tenant can't keep all of them busy
     async with AsyncExitStack() as stack:
         yield Opened(
             config=config,
             metrics=metrics,
             pools=pools,
             base=base,
-            inspector=stack.enter_context(closing(Inspector(base))),
+            inspector=stack.enter_context(closing(Inspector(base, inspectors))),
             templates=stack.enter_context(closing(ChatTemplates(pools["templates"]))),
             trainer=stack.enter_context(closing(RemoteTrainer())),
             store=store,

@@ -44,7 +44,7 @@ def test_the_process_knows_no_secrets(
     monkeypatch.setenv("GARNISH_KEY", "hidden")
     with closing(Inspector(base)) as made:
         made.inspect(*good)
-        process = made.helper.process
+        process = made.helpers[0].process
         assert process is not None
         environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     assert any(line.startswith(b"PATH=") for line in environment)
@@ -62,7 +62,7 @@ def outcome(config: bytes, weights: Path, look: object) -> Inspection | list[obj
 
 def pid_of(inspector: Inspector) -> int | None:
     """Of the latest helper process; None before the first one was needed."""
-    return None if inspector.helper.process is None else inspector.helper.process.pid
+    return None if inspector.helpers[0].process is None else inspector.helpers[0].process.pid
 
 
 def files(folder: Path, good: tuple[bytes, Path]) -> list[tuple[bytes, Path]]:
@@ -207,7 +207,7 @@ def test_who_waits_too_long_may_try_again(
             target=lambda: outcome(changed(good[0], target_modules=ENDLESS), good[1], inspector.inspect)
         )
         held.start()
-        while not inspector._lock.locked():
+        while not inspector.idle.empty():
             time.sleep(0.01)
         with pytest.raises(InspectionBusy, match="other adapters were looked at"):
             inspector.inspect(*good)
@@ -215,10 +215,25 @@ def test_who_waits_too_long_may_try_again(
         held.join(60)
 
 
+def test_one_that_takes_long_holds_up_no_other(good: tuple[bytes, Path], base: BaseModel) -> None:
+    with closing(Inspector(base, 2)) as inspector, ThreadPoolExecutor(1) as pool:
+        inspector.inspect(*good)
+        stopped = inspector.helpers[1]  # the last one that was put is used first
+        assert stopped.process is not None and inspector.helpers[0].process is None
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        looking = pool.submit(inspector.inspect, *good)
+        while inspector.idle.qsize() == 2:
+            time.sleep(0.01)
+        assert inspector.inspect(*good).problems == ()
+        assert not looking.done()
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        assert looking.result(60).problems == ()
+
+
 def test_it_ends_with_its_owner(good: tuple[bytes, Path], base: BaseModel) -> None:
     inspector = Inspector(base)
     inspector.inspect(*good)
-    process, connection = inspector.helper.process, inspector.helper.connection
+    process, connection = inspector.helpers[0].process, inspector.helpers[0].connection
     assert process is not None and connection is not None
     connection.close()  # as when the gateway is killed
     assert process.wait(60) == 0
