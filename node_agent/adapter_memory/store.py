@@ -79,11 +79,7 @@ class AdapterStore:
     # --- what the engine calls for a request
 
     def announce(
-        self,
-        adapter: Adapter,
-        priority: Priority = Priority.REQUEST,
-        spared: Container[str] = (),
-        tenant: str = "",
+        self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = (), tenant: str = ""
     ) -> str:
         """Adds a request or prefetch that waits for the adapter, and starts the adapter's load.
 
