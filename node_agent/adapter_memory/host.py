@@ -54,6 +54,8 @@ class HostTier:
         """priority of the most urgent load that found no room at the last `poll`; None if all found room"""
         self._waiters: dict[str, Counter[Priority]] = {}
         self._spared: dict[str, Container[str]] = {}
+        self._tenants: dict[str, str] = {}
+        """Tenant that wanted each awaited adapter last; empty if no tenant did."""
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
         self._measuring: list[HostAdapter] = []
         self._unfetched: list[HostAdapter] = []
@@ -77,10 +79,14 @@ class HostTier:
         """Returns the number of requests and prefetches that wait for the adapter."""
         return self._waiters[digest].total() if digest in self._waiters else 0
 
-    def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
+    def announce(
+        self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = (), tenant: str = ""
+    ) -> None:
         """Adds a waiter for the adapter; the caller removes it with one `retract`. `spared`: digests that a predicted
-        prefetch must not evict."""
+        prefetch must not evict. `tenant`: for whom the adapter is loaded; empty for no tenant."""
         self._waiters.setdefault(digest, Counter())[priority] += 1
+        if tenant or digest not in self._tenants:
+            self._tenants[digest] = tenant
         if priority == Priority.PREDICTED:
             self._spared[digest] = spared
         self._count(digest)
@@ -94,7 +100,7 @@ class HostTier:
             if priority == Priority.PREDICTED:
                 del self._spared[digest]
         if not counts:
-            del self._waiters[digest]
+            del self._waiters[digest], self._tenants[digest]
         host = self._count(digest)
         if host is not None and host.unwanted and not host.complete and host not in self._fetching:
             self.forget(host)  # the thread of a running fetch checks this itself
@@ -211,7 +217,7 @@ class HostTier:
     def _count(self, digest: str) -> HostAdapter | None:
         host = self._all.get(digest)
         if host is not None:
-            host.waiters = self.waiting(digest)
+            host.waiters, host.tenant = self.waiting(digest), self._tenants.get(digest, host.tenant)
             self._set_priority(host)
             if host.unwanted and not host.complete:
                 self.loader.wake()
@@ -229,7 +235,7 @@ class HostTier:
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
         counts = self._waiters.get(digest)
-        host = HostAdapter(digest, artifact, waiters=self.waiting(digest))
+        host = HostAdapter(digest, artifact, waiters=self.waiting(digest), tenant=self._tenants.get(digest, ""))
         host.priority = min(counts) if counts else Priority.REQUEST
         host.prefetched = host.priority > Priority.REQUEST
         host.origin = self._below(digest)
@@ -257,7 +263,7 @@ class HostTier:
         running ones are reclaimed."""
         waiting: list[HostAdapter] = []
         self.short = None
-        for host in sorted(self._unfetched, key=lambda host: host.priority):
+        for host in self._in_turn(self._unfetched):
             if self._all.get(host.digest) is not host or host.size > self.memory:
                 continue  # dropped meanwhile, or larger than the tier: the request fails when it is placed
             less_urgent = self.short is not None and host.priority > self.short
@@ -268,6 +274,17 @@ class HostTier:
         self._unfetched = waiting
         if self.short is not None:
             self._reclaim(self.short)
+
+    def _in_turn(self, hosts: Iterable[HostAdapter]) -> list[HostAdapter]:
+        """Returns the adapters in the order in which their fetches start: the most urgent first, then those of the
+        tenant with the fewest fetches, then the oldest."""
+        fetches, keys = Counter(host.tenant for host in self._fetching), list[tuple[Priority, int]]()
+        ordered = list(hosts)
+        for host in ordered:
+            keys.append((host.priority, fetches[host.tenant]))
+            fetches[host.tenant] += 1
+        turns = sorted(range(len(ordered)), key=keys.__getitem__)
+        return [ordered[index] for index in turns]
 
     def _reclaim(self, priority: Priority) -> None:
         """Reclaims the running fetches that are less urgent than `priority`."""

@@ -110,7 +110,7 @@ class Engine:
             return
         request.after_idle = self.scheduler.callers.record_call(request)
         if request.adapter is not None:
-            request.arrival_tier = self.store.announce(request.adapter)
+            request.arrival_tier = self.store.announce(request.adapter, tenant=request.tenant)
             self.prefetcher.record_call(request.adapter.digest)
         self.queue.add(request)
 
@@ -269,7 +269,8 @@ class Engine:
         if request.cold is not None and not request.cold.load:
             request.cold.end_wait(time.monotonic())
         if request.adapter is not None:
-            self.store.announce(request.adapter)  # before its lease ends, otherwise a running load would be cancelled
+            # before its lease ends, otherwise a running load would be cancelled
+            self.store.announce(request.adapter, tenant=request.tenant)
         self._free(request, self.overlap.drop(request))
         request.begin_again()
         del self.running[request.id]

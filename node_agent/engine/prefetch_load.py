@@ -29,10 +29,12 @@ class PrefetchLoad:
         *,
         to_device: bool = True,
         spared: Container[str] = (),
+        tenant: str = "",
     ) -> None:
-        """`spared`: digests of adapters that a predicted prefetch must not evict."""
+        """`spared`: digests of adapters that a predicted prefetch must not evict. `tenant`: who ordered the prefetch;
+        empty if no tenant did."""
         self._store, self.adapter, self._priority = store, adapter, priority
-        self._to_device, self._spared = to_device, spared
+        self._to_device, self._spared, self._tenant = to_device, spared, tenant
         self.waits = False
         self._copying: DeviceAdapter | None = None
         host = store.hosts.get(adapter.digest)
@@ -105,4 +107,4 @@ class PrefetchLoad:
     def _wait(self) -> None:
         if not self.waits:
             self.waits = True
-            self._store.announce(self.adapter, self._priority, self._spared)
+            self._store.announce(self.adapter, self._priority, self._spared, self._tenant)
