@@ -1,4 +1,4 @@
-"""Each 429, 502 and 503 says when to try again, wherever such an error is made."""
+"""Each 429, 502, 503 and 507 says when to try again, wherever such an error is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = {("gateway/http/errors.py", "openai_status"), ("gateway/http/protocol.p
 @pytest.mark.parametrize("kind", STATUS)
 @pytest.mark.parametrize("after", [None, 0.0, 0.2, 7.3])
 def test_replies_to_errors_that_pass_have_a_retry_after(kind: str, after: float | None) -> None:
-    error, passes = ServiceError(kind, "x", retry_after=after), STATUS[kind] in (429, 502, 503)
+    error, passes = ServiceError(kind, "x", retry_after=after), STATUS[kind] in (429, 502, 503, 507)
     stated = {None: "1", 0.0: "1", 0.2: "1", 7.3: "8"}[after] if passes else None
     for path in ("/invoke/f", "/v1/chat/completions"):
         assert error_reply(error, path, "req_1")[2].get("retry-after") == stated
