@@ -106,9 +106,10 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.pages.tables
 	$(BIN)/python -m benchmarks.pages.plots
 
-# An hour: parts of a service are killed, a minute apart and in a storm, and resources are taken away in the middle of
-# calls of every route; docs/results/benchmarks.md.
+# An hour and a half: one tenant takes all it gets of every shared pool; parts of a service are killed, a minute apart
+# and in a storm; resources are taken away in the middle of calls of every route; docs/results/benchmarks.md.
 chaos: install-dev demo-model
+	GARNISH_POOL_MINUTES=30 $(BIN)/python -m pytest -q -n 0 --timeout 2400 tests/gateway/places/test_one_tenant_holds_all.py
 	$(BIN)/python -m benchmarks.faults.chaos --minutes 10 --every 60 --json benchmarks/results/chaos_minute.json
 	$(BIN)/python -m benchmarks.faults.chaos --minutes 20 --json benchmarks/results/chaos.json
 	$(BIN)/python -m benchmarks.faults.gone --minutes 30 --json benchmarks/results/gone.json

@@ -1,10 +1,11 @@
-"""Inspection of adapters' configs and headers in one helper process with low priority and limits (see
+"""Inspection of adapters' configs and headers in helper processes with low priority and limits (see
 inspector_process)."""
 
 from __future__ import annotations
 
+import queue
 import signal
-import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,9 @@ from adapters.base_model import BaseModel
 from adapters.errors import InspectionBusy, InvalidAdapter, Problem, TooLarge
 from adapters.helper_process import HelperEnded, HelperProcess
 from adapters.inspector_process import MATCH_SECONDS, READ_SECONDS, Answer, Failed, Job, Oversized, Refused
-from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, field_problem
-from adapters.validate import Inspection
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, LoraSettings, field_problem
+from adapters.peft_targets import Target, find_targets, has_patterns
+from adapters.validate import Inspection, inspect_files
 
 WAIT_SECONDS = 60.0
 """Maximum time to wait for earlier adapters."""
@@ -24,27 +26,32 @@ This limit ends the wait on a host that gives the process almost no CPU time."""
 
 
 class Inspector:
-    """Inspects adapters in a helper process, one at a time. The process starts with the first adapter, and restarts
-    after it was killed.
+    """Inspects adapters in helper processes, each of which has one adapter at a time. A process starts when it gets its
+    first adapter, and restarts after it was killed.
 
     Methods block, and may be called from any thread.
     """
 
-    def __init__(self, base: BaseModel) -> None:
-        self._lock = threading.Lock()
-        self.helper = HelperProcess("adapters.inspector_process", hello=lambda: base)
+    def __init__(self, base: BaseModel, processes: int = 1) -> None:
+        self.helpers = [HelperProcess("adapters.inspector_process", hello=lambda: base) for _ in range(processes)]
+        self.idle: queue.LifoQueue[HelperProcess] = queue.LifoQueue()
+        """Helpers without an adapter. The last used one is used next, so that few processes start."""
+        for helper in self.helpers:
+            self.idle.put(helper)
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:
         """Returns the inspection of a config and of the weights file's header. Raises InvalidAdapter (also for
         excessive memory or time), TooLarge or InspectionBusy."""
-        if not self._lock.acquire(timeout=WAIT_SECONDS):
-            raise InspectionBusy(f"other adapters were inspected for {WAIT_SECONDS:g} s; try again later")
         try:
-            answer = self._ask(Job(config, str(weights.absolute()), MATCH_SECONDS))
+            helper = self.idle.get(timeout=WAIT_SECONDS)
+        except queue.Empty:
+            raise InspectionBusy(f"other adapters were inspected for {WAIT_SECONDS:g} s; try again later") from None
+        try:
+            answer = self._ask(helper, Job(config, str(weights.absolute()), MATCH_SECONDS))
             if answer.last:
-                self.helper.end()
+                helper.end()
         finally:
-            self._lock.release()
+            self.idle.put(helper)
         match answer.outcome:
             case Refused(problems, omitted):
                 raise InvalidAdapter(problems, omitted)
@@ -56,18 +63,42 @@ class Inspector:
                 return inspection
 
     def close(self) -> None:
-        """Kills the process, and with it an inspection in progress."""
-        self.helper.kill()
+        """Kills the processes, and with them inspections in progress."""
+        for helper in self.helpers:
+            helper.kill()
 
-    def _ask(self, job: Job) -> Answer:
+    def _ask(self, helper: HelperProcess, job: Job) -> Answer:
         try:
-            return msgspec.msgpack.decode(self.helper.ask(job, ANSWER_SECONDS), type=Answer)
+            return msgspec.msgpack.decode(helper.ask(job, ANSWER_SECONDS), type=Answer)
         except TimeoutError:
             raise InspectionBusy(
                 f"this host is too busy to inspect an adapter within {ANSWER_SECONDS:g} s; try again later"
             ) from None
         except HelperEnded as ended:
             raise _why(ended.code) from None
+
+
+class _HasPatterns(Exception):
+    """The config has regular expressions, so the helper process must match them."""
+
+
+def inspect_once(config: bytes, weights: Path, base: BaseModel) -> Inspection:
+    """Returns the inspection of one adapter, in the calling thread. A config with regular expressions is inspected in a
+    helper process, which limits their time and then ends. Raises the errors of Inspector.inspect."""
+    try:
+        return inspect_files(config, weights, base, _find_names)
+    except _HasPatterns:
+        inspector = Inspector(base)
+        try:
+            return inspector.inspect(config, weights)
+        finally:
+            inspector.helpers[0].end()
+
+
+def _find_names(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
+    if has_patterns(settings):
+        raise _HasPatterns
+    return find_targets(settings, names)
 
 
 def _why(code: int) -> Exception:

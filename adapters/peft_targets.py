@@ -17,6 +17,8 @@ from adapters.peft_config import LoraSettings, field_problem
 
 ALL_LINEAR = tuple({f".{path}" for family in FAMILIES.values() for path in family.projections})
 """Suffixes of the names of modules that PEFT's `all-linear` selects."""
+PLAIN = re.compile(r"[A-Za-z0-9_.]*")
+"""Names, which match in linear time."""
 OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
@@ -36,6 +38,14 @@ def module_names(num_layers: int, model_type: str) -> list[str]:
     for layer in range(num_layers):
         names += [f"model.layers.{layer}", *(f"model.layers.{layer}.{name}" for name in inner)]
     return names
+
+
+def has_patterns(settings: LoraSettings) -> bool:
+    """Returns whether the config has regular expressions other than plain names, whose time is not limited."""
+    modules, excluded = settings.target_modules, settings.exclude_modules
+    texts = [*settings.rank_pattern, *settings.alpha_pattern, *settings.layers_pattern]
+    texts += [text for text in (modules, excluded) if isinstance(text, str) and text.lower() != "all-linear"]
+    return any(PLAIN.fullmatch(text) is None for text in texts)
 
 
 def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:

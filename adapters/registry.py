@@ -43,6 +43,7 @@ from adapters.functions import (
     with_version,
     without_version,
 )
+from adapters.inspector import inspect_once
 from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.quota import Quota
@@ -50,7 +51,7 @@ from adapters.records import find_record, read_each, read_records
 from adapters.schedules import record_schedule
 from adapters.standing import Memory, function_key, update_function
 from adapters.store import MAX_LIST, ObjectStore
-from adapters.validate import LoraLayout, check_values, inspect_files
+from adapters.validate import LoraLayout, check_values
 from adapters.version_files import Storing, VersionFiles, find_digest, manifest_key
 
 MAX_PASSED = 1000
@@ -62,10 +63,10 @@ class Registry:
 
     def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect | None = None) -> None:
         """Creates a registry on `store`. `inspect` reads adapters' configs and headers. By default the calling thread
-        does it without limits, which is only for files from trusted sources."""
+        does it without a limit of memory, which is only for files from trusted sources."""
         self.store = store
         self.base = base
-        self._inspect: Inspect = inspect or partial(inspect_files, base=base)
+        self._inspect: Inspect = inspect or partial(inspect_once, base=base)
         self.contents = Contents(store, base, self._inspect)
         self.changes = FunctionChanges(store)
         self.quota = Quota(store)

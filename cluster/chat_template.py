@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.sandbox import Sandbox
 
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """Exceptions that a template may raise when it renders messages for which it was not written."""
@@ -18,11 +18,8 @@ ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeErr
 def compile_template(source: str) -> jinja2.Template:
     """Returns the compiled template, in the environment that chat templates expect: sandboxed, trimmed blocks, loop
     controls, and four helpers. Raises jinja2.TemplateError."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
-    return environment.from_string(source)
+    sandbox = Sandbox({"tojson": _tojson}, {"raise_exception": _raise, "strftime_now": _now})
+    return sandbox.from_string(source)
 
 
 def render(
@@ -36,6 +33,10 @@ def render(
 def _tojson(value: Any, indent: int | None = None) -> str:
     # Jinja's own filter escapes HTML; templates expect plain JSON.
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout)
 
 
 def _raise(message: str) -> None:

@@ -142,7 +142,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._lingering = False
         self._dropped, self._drop_limit = 0, KEYLESS_LINGER_BYTES
         self._is_refused = self._is_excess = False
-        """True: the latest request was refused, as invalid or because no descriptors are left; only the latter."""
+        """Refusals of the latest request: for any reason, and because no descriptors are left."""
         self.began = self.loop.time()
         """Time at which the connection, or its latest request, began, in seconds of the event loop."""
 

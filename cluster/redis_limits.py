@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from cluster.limits import Call, Charge, MemoryLimits, Overspent, Refusal
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
-PLACES_SECONDS = 7200
-"""Seconds for which an owner's counts of places are kept without a change. No call lasts that long."""
+PLACES_SECONDS = 120
+"""Seconds after which Redis removes an owner's counts of places. Workers renew those of the owners that they serve, so
+the counts of dead workers go."""
+RENEW_SECONDS = 30.0
+"""Seconds between two renewals by a worker."""
 OWNERS_TOGETHER = 500
 """Number of owners whose places one run of the script recounts."""
 
@@ -66,7 +69,10 @@ class RedisLimits:
         self._unreported: set[str] = set()
         """Owners for which Redis may have another count of places than this worker."""
         self._gate = Gate()
+        self._renewed_at = link.clock()
+        self._renewing: asyncio.Task[None] | None = None
         link.on_resume.append(self._recount)
+        link.on_heartbeat.append(self._renew_if_due)
 
     async def spend(self, tenant: str, charges: Sequence[Charge]) -> Overspent | None:
         if not charges:
@@ -144,6 +150,20 @@ class RedisLimits:
             for first in range(0, len(names), OWNERS_TOGETHER):
                 await self._report_places(names[first : first + OWNERS_TOGETHER])
             self._unreported.clear()
+
+    def _renew_if_due(self, _version: int) -> None:
+        is_renewing = self._renewing is not None and not self._renewing.done()
+        if not is_renewing and self._link.clock() - self._renewed_at >= RENEW_SECONDS:
+            self._renewed_at = self._link.clock()
+            self._renewing = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        """Keeps the counts of the owners whose places this worker has taken, for calls that last long."""
+        names = sorted(self._here.places_in_use)
+        with suppress(RedisAway):  # then all of them are reported once it is back
+            for first in range(0, len(names), OWNERS_TOGETHER):
+                keys = [self._link.key("places", name) for name in names[first : first + OWNERS_TOGETHER]]
+                await self._link.run("renew", keys, [PLACES_SECONDS * 1000])
 
     async def _report_places(self, names: list[str]) -> None:
         counts = [self._here.places_in_use.get(name, 0) for name in names]

@@ -19,10 +19,11 @@ from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeCon
 from node_agent.supervisor import STOP_SLACK
 from node_agent.vllm.arguments import check_arguments
 
-UP_SHUTDOWN_SECONDS = 5.0
-"""Seconds that open requests get to finish when `garnish up` ends.
+UP_STOP_SECONDS = 25
+"""Default seconds that open requests get to finish when `garnish up` ends.
 
-It is shorter than SERVICE_STOP_SECONDS, since the user is waiting.
+It is shorter than SERVICE_STOP_SECONDS, since the user is waiting, and since many supervisors of processes kill after
+30 seconds.
 """
 
 SERVICE_STOP_SECONDS = MAX_TIMEOUT + 10.0
@@ -157,7 +158,7 @@ def node_config(
     host: str = "127.0.0.1",
     port: int = 0,
     host_nodes: int = 1,
-    stop_seconds: float = UP_SHUTDOWN_SECONDS,
+    stop_seconds: float = UP_STOP_SECONDS,
     pool: str = "",
 ) -> NodeConfig:
     """Returns the settings of one node. The host's cores are shared by `host_nodes` nodes, including this one."""

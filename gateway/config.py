@@ -90,7 +90,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_uploads: int = 16
     """Maximum concurrent deploys, each of which may use `deploy_body` bytes of disk; further ones get status 429."""
     max_tenant_uploads: int = 4
-    max_deploys: int = 4
+    max_deploys: int = 8
     """Maximum uploads that are checked and stored at once. Further uploads wait, at most `deploy_wait` seconds."""
     max_tenant_deploys: int = 2
     deploy_wait: float = 60.0

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from gateway.calls.breaker import Breakers
     from gateway.calls.chat_templates import ChatTemplates
     from gateway.calls.dispatch import Dispatcher
+    from gateway.calls.late_nodes import LateNodes
     from gateway.calls.node_calls import NodeCalls
     from gateway.calls.request import InputProcessor
     from gateway.calls.scale_from_zero import FirstNodeWait
     from gateway.catalog.callers import Callers
-    from gateway.catalog.deploy_slots import DeploySlots
     from gateway.catalog.functions import Functions
     from gateway.catalog.store_probe import StoreProbe
     from gateway.catalog.threads import LeavableThreads, StoreThreads
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gateway.events.calls import EventCalls
     from gateway.events.destinations import Destinations
     from gateway.events.events import Events
+    from gateway.places.pools import Pools
     from gateway.residency.residency import Residency
     from gateway.residency.warming import Warming
     from gateway.usage.ledger import UsageLedger
@@ -56,7 +57,7 @@ class Calls:
     event_calls: EventCalls
     batches: Batches
     callers: Callers
-    uploads: DeploySlots
+    pools: Pools
     registry: Registry
     threads: StoreThreads
     peers: Peers
@@ -74,10 +75,11 @@ class Catalog:
     functions: Functions
     changes: Changes
     templates: ChatTemplates
-    deploys: DeploySlots
     destinations: Destinations
+    pools: Pools
     sources: Sources
     source_threads: LeavableThreads
+    deploy_threads: LeavableThreads
     cluster: ClusterState
     called: CalledDigests
     windows: Windows
@@ -97,6 +99,7 @@ class Nodes:
     record_rates: RecordRates
     breakers: Breakers
     hold: FirstNodeWait
+    late_nodes: LateNodes
     leases: Leases
     windows: Windows
     metrics: Metrics

@@ -17,6 +17,7 @@ from adapters.store import ObjectStore
 from cluster.secret import read_secret
 from gateway.calls.chat_templates import ChatTemplates
 from gateway.config import GatewayConfig, usage_directory
+from gateway.places.pools import Pools
 from gateway.residency.remote_trainer import RemoteTrainer
 from gateway.shared_state import Shared, open_shared
 from gateway.usage.ledger import UsageLedger, open_ledger
@@ -29,6 +30,7 @@ class Opened:
 
     config: GatewayConfig
     metrics: Metrics
+    pools: Pools
     base: BaseModel
     inspector: Inspector
     templates: ChatTemplates
@@ -49,14 +51,16 @@ async def open_outside(config: GatewayConfig, metrics: Metrics) -> AsyncIterator
     """
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
-    secret = read_secret(Path(config.secret_file))
+    secret, pools = read_secret(Path(config.secret_file)), Pools(config, metrics.registry)
+    inspectors = pools["deploy_checks"].pool.per_tenant + 1  # so that one tenant can't keep all of them busy
     async with AsyncExitStack() as stack:
         yield Opened(
             config=config,
             metrics=metrics,
+            pools=pools,
             base=base,
-            inspector=stack.enter_context(closing(Inspector(base))),
-            templates=stack.enter_context(closing(ChatTemplates())),
+            inspector=stack.enter_context(closing(Inspector(base, inspectors))),
+            templates=stack.enter_context(closing(ChatTemplates(pools["templates"]))),
             trainer=stack.enter_context(closing(RemoteTrainer())),
             store=store,
             secret=secret,

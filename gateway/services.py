@@ -20,6 +20,7 @@ from gateway.batches.runner import make_batches
 from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
 from gateway.calls.dispatch import Dispatcher, Generation
+from gateway.calls.late_nodes import LateNodes
 from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
@@ -28,13 +29,12 @@ from gateway.calls.request import InputProcessor
 from gateway.calls.routing import Router
 from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
-from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions
 from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.rate_limiter import RateLimiter
 from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
-from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
+from gateway.catalog.threads import LeavableThreads, StoreThreads
 from gateway.changes import Changes
 from gateway.config import GatewayConfig
 from gateway.events.calls import EventCalls
@@ -67,11 +67,6 @@ from gateway.workers.metrics import Metrics
 from gateway.workers.peers import DigestCalled
 from gateway.workers.windows import Windows
 
-TEXT_THREADS = 2
-SOURCE_THREADS = 4
-EVENT_THREADS = 8
-"""Number of threads that write asynchronous calls to the store, and so the maximum of concurrent writes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
@@ -97,7 +92,6 @@ class _Records:
     callers: Callers
     text: BaseText
     destinations: Destinations
-    deploys: DeploySlots
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -112,6 +106,7 @@ class _Traffic:
     """Parts that route calls to nodes, and prepare nodes for calls."""
 
     node_calls: NodeCalls
+    late_nodes: LateNodes
     residency: Residency
     dispatcher: Dispatcher
     migration: Migration | None
@@ -164,12 +159,11 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 
 def _make_records(opened: Opened) -> _Records:
-    config, store = opened.config, opened.store
+    config, store, pools = opened.config, opened.store, opened.pools
     registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
-    # Deploys take long. With these extra threads a rollback always finds a free one.
-    threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
+    threads = StoreThreads(config.store_seconds, pools["store_writes"], pools["store_reads"])
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
-    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
+    functions = Functions(config, registry, threads, monotonic, name_watch.confirmed, pools["rebuilds"])
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     return _Records(
         registry=registry,
@@ -186,16 +180,16 @@ def _make_records(opened: Opened) -> _Records:
             hosts=config.webhook_hosts,
             max_timeout=config.max_timeout,
         ),
-        deploys=DeploySlots(config),
     )
 
 
 def _make_traffic(opened: Opened, records: _Records) -> _Traffic:
     """Makes the parts, and connects those that report changes to each other. Raises UnknownPolicy."""
-    shared = opened.shared
+    shared, base = opened.shared, opened.base.fingerprint
     node_calls = NodeCalls(opened.session, opened.secret, connect=opened.config.connect_seconds)
+    late_nodes = LateNodes(shared.cluster, node_calls, base, monotonic)
     residency = _make_residency(opened, records, node_calls)
-    dispatcher, migration = _make_dispatcher(opened, records.functions, residency)
+    dispatcher, migration = _make_dispatcher(opened, records.functions, residency, late_nodes)
     changes = Changes(
         store=opened.store,
         threads=records.threads,
@@ -210,24 +204,25 @@ def _make_traffic(opened: Opened, records: _Records) -> _Traffic:
     records.name_watch.on_mark, records.name_watch.forget_all = changes.read_mark, changes.forget_all
     shared.peers.on_message, records.functions.on_change = changes.receive, changes.function_changed
     residency.on_provisioned = dispatcher.called.run
-    accounting, base = dispatcher.accounting, opened.base.fingerprint
+    accounting = dispatcher.accounting
     return _Traffic(
         node_calls=node_calls,
+        late_nodes=late_nodes,
         residency=residency,
         dispatcher=dispatcher,
         migration=migration,
         windows=Windows(shared.link, accounting.last_hour, accounting.attainment, accounting.loads),
-        warming=Warming(shared.cluster, base, records.functions, node_calls, hold=residency.hold),
+        warming=Warming(shared.cluster, base, records.functions, node_calls, late_nodes, hold=residency.hold),
         changes=changes,
     )
 
 
 def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
-    config, store, shared = opened.config, opened.store, opened.shared
+    config, store, shared, pools = opened.config, opened.store, opened.shared, opened.pools
     inputs = InputProcessor(
         base=opened.base,
         text=records.text,
-        text_threads=LeavableThreads(TEXT_THREADS),
+        text_threads=LeavableThreads(pools["texts"]),
         templates=opened.templates,
         functions=records.functions,
         callers=records.callers,
@@ -238,7 +233,7 @@ def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
     )
     events = Events(
         EventStore(store, EventMetrics(opened.metrics.registry)),
-        StoreThreads(config.store_seconds, EVENT_THREADS),
+        StoreThreads(config.store_seconds, pools["event_writes"], pools["event_reads"]),
         shared.events,
         account_of=records.callers.account,
     )
@@ -254,6 +249,7 @@ def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
             destinations=records.destinations,
             store=store,
             threads=records.threads,
+            pools=pools,
         ),
         batches=make_batches(
             store,
@@ -263,9 +259,10 @@ def _make_calls(opened: Opened, records: _Records, traffic: _Traffic) -> Calls:
             name=worker_name(),
             registry=opened.metrics.registry,
             unix=events.clock.now,
+            places=pools["batch_store"],
         ),
         callers=records.callers,
-        uploads=records.deploys,
+        pools=pools,
         registry=records.registry,
         threads=records.threads,
         peers=shared.peers,
@@ -282,10 +279,11 @@ def _make_catalog(opened: Opened, records: _Records, traffic: _Traffic) -> Catal
         functions=records.functions,
         changes=traffic.changes,
         templates=opened.templates,
-        deploys=records.deploys,
+        pools=opened.pools,
         destinations=records.destinations,
         sources=Sources(opened.config.allowed_sources),
-        source_threads=LeavableThreads(SOURCE_THREADS),
+        source_threads=LeavableThreads(opened.pools["sources"]),
+        deploy_threads=LeavableThreads(opened.pools["deploy_checks"], cut_off=False),
         cluster=opened.shared.cluster,
         called=traffic.dispatcher.called,
         windows=traffic.windows,
@@ -305,6 +303,7 @@ def _make_nodes(opened: Opened, records: _Records, traffic: _Traffic) -> Nodes:
         record_rates=RecordRates(monotonic),
         breakers=traffic.dispatcher.router.breakers,
         hold=traffic.dispatcher.hold,
+        late_nodes=traffic.late_nodes,
         leases=opened.shared.leases,
         windows=traffic.windows,
         metrics=opened.metrics,
@@ -370,7 +369,9 @@ def _make_residency(opened: Opened, records: _Records, node_calls: NodeCalls) ->
     return Residency(shared.residency, shared.cluster, base, records.functions, parts, clock=monotonic, unix=time)
 
 
-def _make_dispatcher(opened: Opened, functions: Functions, residency: Residency) -> tuple[Dispatcher, Migration | None]:
+def _make_dispatcher(
+    opened: Opened, functions: Functions, residency: Residency, late_nodes: LateNodes
+) -> tuple[Dispatcher, Migration | None]:
     """Returns the dispatcher, and the migration of its generations if the policy migrates. Raises UnknownPolicy."""
     config, metrics, shared, fingerprint = opened.config, opened.metrics, opened.shared, opened.base.fingerprint
     breakers, policy = Breakers(monotonic, metrics.count_opened_circuit), make_policy(config.policy)
@@ -385,6 +386,7 @@ def _make_dispatcher(opened: Opened, functions: Functions, residency: Residency)
             policy_name=config.policy,
             base=fingerprint,
             breakers=breakers,
+            late_nodes=late_nodes,
             metrics=metrics,
             loads=accounting.loads,
         ),

@@ -93,8 +93,6 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
 
     id: str
     state: str
-    cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +139,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     """Number of times that the request was preempted, to be computed again later."""
     device: float = 0.0
     """The request's share of the seconds of the passes that computed it."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):

@@ -28,6 +28,7 @@ TESTS = (
     "tests/gateway/leader/test_store_leases.py",
     "tests/gateway/workers/test_windows.py",
     "tests/cluster/test_limits.py",
+    "tests/cluster/test_limits_without_redis.py",
     "tests/cluster/test_state.py",
     "tests/node_agent/test_heartbeat.py",
     "tests/adapters/test_s3_faults.py",

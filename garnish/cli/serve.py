@@ -28,12 +28,18 @@ def up(
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, max=64, help="Nodes on this host (default: one per GPU, or one).")
     ] = None,
+    stop_seconds: Annotated[
+        int | None,
+        typer.Option("--stop-seconds", min=1, max=3600, help="Time for open calls to finish at the end (default: 25)."),
+    ] = None,
 ) -> None:
     """Serve on this host until Ctrl-C: a gateway, its nodes and the functions of the service file."""
+    from garnish.settings import UP_STOP_SECONDS
     from garnish.up.prepare import UpOptions
     from garnish.up.run import up as serve_all
 
-    options = UpOptions(file=file, state=state, host=host, port=port, nodes=nodes)
+    seconds = UP_STOP_SECONDS if stop_seconds is None else stop_seconds
+    options = UpOptions(file=file, state=state, host=host, port=port, nodes=nodes, stop_seconds=seconds)
     raise typer.Exit(serve_all(options, output.screen()))
 
 

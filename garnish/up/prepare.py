@@ -33,7 +33,7 @@ from garnish.credentials import (
 from garnish.errors import GarnishError, StartError
 from garnish.service_file import Tenant
 from garnish.settings import (
-    UP_SHUTDOWN_SECONDS,
+    UP_STOP_SECONDS,
     Base,
     gateway_config,
     node_config,
@@ -56,6 +56,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None
     nodes: int | None = None
     """number of nodes; None means one for each GPU, or one if there are no GPUs"""
+    stop_seconds: float = UP_STOP_SECONDS
+    """seconds that open requests get to finish at the end"""
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -110,7 +112,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     service = load_service_file(options.file)
     base = resolve_base(service)
     gateway = gateway_config(
-        service, base, state, host=options.host, port=options.port, shutdown_seconds=UP_SHUTDOWN_SECONDS
+        service, base, state, host=options.host, port=options.port, shutdown_seconds=options.stop_seconds
     )
     url = local_url(gateway.host, gateway.port)
     folders = _adapter_folders(service)
@@ -125,7 +127,15 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
         url=url,
         gateway=gateway,
         nodes=tuple(
-            node_config(service, base, state, node_id=f"node-{number}", gateway_url=url, host_nodes=count)
+            node_config(
+                service,
+                base,
+                state,
+                node_id=f"node-{number}",
+                gateway_url=url,
+                host_nodes=count,
+                stop_seconds=options.stop_seconds,
+            )
             for number in range(1, count + 1)
         ),
         credentials=credentials,

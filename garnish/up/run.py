@@ -19,14 +19,15 @@ from garnish.logs import bound_log, end_reason, fresh_log, last_problem, log_of,
 from garnish.run_gateway import GatewayProcessConfig
 from garnish.run_node import NodeProcessConfig
 from garnish.screen import Screen
-from garnish.settings import UP_SHUTDOWN_SECONDS
 from garnish.up.greeting import greet
 from garnish.up.prepare import Deployment, Prepared, UpOptions, prepare, state_directory
 from gateway.routes.deploy import DeployReply
 from node_agent import supervisor
 from node_agent.supervisor import Child, Signals
 
-GATEWAY_GRACE = UP_SHUTDOWN_SECONDS + 5.0
+GATEWAY_SLACK, NODES_SLACK = 2.5, 4.0
+"""Seconds after which processes are killed, in addition to those for open requests: the gateway, and then the nodes.
+Supervisors that kill after 30 seconds wait for both, by default."""
 NO_REASON = "no reason was logged"
 TICK_SECONDS = 0.2
 LOG_SECONDS = 5.0
@@ -67,16 +68,12 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
         finally:
             opening.cancel()
             screen.progress("stopping")
-            _stop(children[:1], GATEWAY_GRACE, signals)
-            _stop(children[1:], node_grace(prepared), signals)
+            began, seconds = time.monotonic(), prepared.gateway.shutdown_seconds
+            _stop(children[:1], began + seconds + GATEWAY_SLACK, signals)
+            _stop(children[1:], began + seconds + NODES_SLACK, signals)
             screen.end_progress()
     screen.notice("stopped")
     return 0
-
-
-def node_grace(prepared: Prepared) -> float:
-    """Returns the seconds that nodes get to stop, a little more than their own timeout."""
-    return max(node.stop_seconds for node in prepared.nodes) + supervisor.STOP_SLACK + 3.0
 
 
 def _children(prepared: Prepared, ends: Ends) -> list[Child]:
@@ -121,9 +118,8 @@ def _tend(children: Sequence[Child]) -> float:
     return min(child.tend(now) for child in children)
 
 
-def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
-    """Stops the processes with TERM, and with KILL after `grace` seconds or a second Ctrl-C."""
-    deadline = time.monotonic() + grace
+def _stop(children: Sequence[Child], deadline: float, signals: Signals) -> None:
+    """Stops the processes with TERM, and with KILL at `deadline` (monotonic seconds) or after a second Ctrl-C."""
     stop_requests = signals.stop_requested
     for child in children:
         child.ask_to_stop()

@@ -33,6 +33,7 @@ from gateway.jobs.clocks import ChangeWatch
 from gateway.jobs.job_store import Marker, Stored
 from gateway.jobs.poller import Poller, PollResult
 from gateway.jobs.windows import Function
+from gateway.places.places import Places, owner_now
 
 LEASE_SECONDS = 10.0
 """Seconds after which another gateway may claim a batch whose record has not changed."""
@@ -50,7 +51,6 @@ BURST = 8
 TICK_SECONDS = 0.02
 IDLE_SECONDS = 0.2
 ATTEMPTS = 3
-THREADS = 8
 
 AnswerLine = Callable[[str, Endpoint, Line, str], Awaitable[Answer]]
 """Function that returns the answer to a line. It gets the tenant, endpoint, line and request id."""
@@ -64,7 +64,7 @@ class BatchRunner:
     """Runner of one gateway worker.
 
     `clock`: monotonic seconds. `unix` returns Unix time (store clock). `spare` gets the number of calls in progress and
-    returns how many more may start.
+    returns how many more may start. `places`: for accesses to the store, as in LeavableThreads.
     """
 
     def __init__(
@@ -78,11 +78,12 @@ class BatchRunner:
         registry: CollectorRegistry,
         clock: Callable[[], float],
         unix: Callable[[], Awaitable[float]],
+        places: Places | int = 8,
     ) -> None:
         self._batches, self._files, self._callers, self._spare = batches, files, callers, spare
         self._name, self._clock, self._unix = name, clock, unix
         self._metrics = BatchMetrics(registry)
-        self._threads = LeavableThreads(THREADS)
+        self._threads = LeavableThreads(places)
         self._shares = Shares(clock)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
         self._watch = ChangeWatch(clock)
@@ -275,6 +276,7 @@ class BatchRunner:
     async def _run_call(self, run: BatchRun, index: int, answer: AnswerLine) -> None:
         tenant, number, task = run.record.tenant, run.line_number(index), asyncio.current_task()
         assert task is not None
+        owner_now.set(tenant)
         try:
             line = await run.line(index)
             self._reading.discard(task)
@@ -324,18 +326,21 @@ def make_batches(
     name: str,
     registry: CollectorRegistry,
     unix: Callable[[], Awaitable[float]],
+    places: Places,
 ) -> Batches:
     """Returns the batches of a gateway worker.
 
     `base`: fingerprint of the base model. `name`: unique among all gateways' workers. `registry`: of the Prometheus
-    metrics. `unix` returns Unix time (store clock).
+    metrics. `unix` returns Unix time (store clock). `places`: for accesses to the store.
     """
     files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
 
     async def spare(in_flight: int) -> float:
         return rows.count(await cluster.table(), base, in_flight)
 
-    runner = BatchRunner(records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=unix)
+    runner = BatchRunner(
+        records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=unix, places=places
+    )
     return Batches(files, records, runner)
 
 

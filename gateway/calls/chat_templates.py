@@ -1,17 +1,19 @@
 """Functions' own chat templates (`defaults.chat_template`): checked before they are stored, rendered for calls.
 
-A tenant's template never runs in this process: see template_process. A tenant has at most one conversation in the
-queue, so slow templates of one tenant delay another by at most one conversation.
+A tenant's template never runs in this process: see template_process. Several processes render, and a tenant uses one
+of them at a time. So another tenant's conversations find a process while a slow template runs. A template whose process
+was killed is not tried again for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.types import Receive
@@ -19,10 +21,12 @@ from starlette.types import Receive
 from adapters.functions import MAX_TEMPLATE
 from adapters.helper_process import HelperEnded, HelperProcess
 from cluster.errors import ServiceError
+from gateway.calls.setbacks import Key, Setbacks, key_of
 from gateway.calls.template_process import RENDER_SECONDS, Job, Refused, Rendered
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
+from gateway.places.places import Places, working_for
 
 ANSWER_SECONDS = 30.0
 """Seconds to wait until one conversation is rendered, including the start of the process. The limit of the template
@@ -40,21 +44,28 @@ class _TemplateRefused(Exception):
     """The template can't render the messages. The text says why, and may be shown to the caller."""
 
 
+class _TemplateKilled(_TemplateRefused):
+    """The process that rendered the template was killed, broke, or had to be replaced."""
+
+
 class ChatTemplates:
     """Renderer of chat templates for one gateway worker.
 
     The `receive` arguments must have returned the request's whole body.
     """
 
-    def __init__(self) -> None:
-        self._helper = HelperProcess("gateway.calls.template_process")
-        self._thread = LeavableThreads(1)
-        self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by tenant: at most one conversation of a tenant is in the queue."""
+    def __init__(self, places: Places) -> None:
+        """`places`: one per helper process."""
+        self._threads = LeavableThreads(places)
+        self._helpers = [HelperProcess("gateway.calls.template_process") for _ in range(places.pool.size)]
+        self._idle = deque(self._helpers)
+        """Helpers without a job, the last used one at the end. It is used next, so that few processes start."""
+        self._setbacks = Setbacks(time.monotonic)
 
     def close(self) -> None:
-        """Kills the helper process, and abandons the conversation that it renders."""
-        self._helper.kill()
+        """Kills the helper processes, and abandons the conversations that they render."""
+        for helper in self._helpers:
+            helper.kill()
 
     async def check(
         self, tenant: str, policy: Mapping[str, Any], *, special: Mapping[str, str], receive: Receive, within: str = ""
@@ -79,7 +90,7 @@ class ChatTemplates:
         """Returns the rendered conversation. `deadline`: monotonic seconds.
 
         Raises ClientGone, and ServiceError: `validation_failed` if the template refuses the messages or exceeds its
-        time or memory, `timeout`, `unavailable`.
+        time or memory, `overloaded` while it is not tried because it was killed, `timeout`, `unavailable`.
         """
         try:
             return await self._render(tenant, job, deadline, receive)
@@ -94,35 +105,58 @@ class ChatTemplates:
             raise ServiceError("timeout", "the timeout passed before the chat template was rendered") from None
 
     async def _in_turn(self, tenant: str, job: Job) -> str:
-        tenant_lock = self._tenants.setdefault(tenant, asyncio.Lock())
-        async with tenant_lock:
-            return await self._thread.run(lambda: self._ask(job))
+        key = key_of(tenant, job.template)
+        self._check_pause(key)
+        with working_for(tenant):
+            return await self._threads.run(lambda: self._try(key, job))
 
-    def _ask(self, job: Job) -> str:
+    def _check_pause(self, key: Key) -> None:
+        """Raises ServiceError `overloaded` while the template is not tried."""
+        if (pause := self._setbacks.pause(key)) is not None:
+            seconds, why = pause
+            message = f"the chat template is not tried for another {math.ceil(seconds)} s, because {why}"
+            raise ServiceError("overloaded", message, retry_after=seconds)
+
+    def _try(self, key: Key, job: Job) -> str:
+        """Returns the conversation, and records what became of the template. Blocks. Raises the errors of `_ask` and
+        `_check_pause`."""
+        self._check_pause(key)  # an earlier conversation may have been killed while this one waited
+        helper = self._idle.pop()
+        try:
+            text = self._ask(helper, job)
+        except _TemplateKilled as killed:
+            self._setbacks.record_kill(key, str(killed))
+            raise
+        finally:
+            self._idle.append(helper)
+        self._setbacks.record_success(key)
+        return text
+
+    def _ask(self, helper: HelperProcess, job: Job) -> str:
         """Returns the conversation, rendered by the helper process. Blocks. Raises ServiceError `unavailable`,
         _TemplateRefused."""
         try:
             limited = msgspec.structs.replace(job, seconds=RENDER_SECONDS)
-            answer: Rendered | Refused = _decoder.decode(self._helper.ask(limited, ANSWER_SECONDS))
+            answer: Rendered | Refused = _decoder.decode(helper.ask(limited, ANSWER_SECONDS))
         except TimeoutError:
             why = f"this host is too busy to render a chat template within {ANSWER_SECONDS:g} s"
             raise ServiceError("unavailable", why, retry_after=RETRY_AFTER) from None
         except HelperEnded as ended:
             raise _why(ended.code) from None
         if answer.last:
-            self._helper.end()
+            helper.end()
         if isinstance(answer, Refused):
-            raise _TemplateRefused(answer.problem)
+            raise _TemplateKilled(answer.problem) if answer.last else _TemplateRefused(answer.problem)
         return answer.text
 
 
 def _why(code: int) -> Exception:
     """Returns the error for a process that ended during a job, by its exit code."""
     if code == -signal.SIGPROF:
-        return _TemplateRefused(f"it takes more than {RENDER_SECONDS:g} s of processor time")
+        return _TemplateKilled(f"it takes more than {RENDER_SECONDS:g} s of processor time")
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         why = "the process that renders chat templates was ended from outside"
         return ServiceError("unavailable", why, retry_after=RETRY_AFTER)
     if code < 0:
-        return _TemplateRefused("it breaks the process that renders it")
+        return _TemplateKilled("it breaks the process that renders it")
     return RuntimeError(f"the process that renders chat templates ended with exit code {code}")

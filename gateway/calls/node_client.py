@@ -11,13 +11,15 @@ from functools import partial
 import aiohttp
 import msgspec
 
+from cluster.descriptors import is_out_of_descriptors
+from cluster.errors import ServiceError
 from cluster.frames import FrameError, Frames
 from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token, decode_event
 from cluster.secret import authorization
 from gateway.calls.breaker import Breakers
 from gateway.calls.node_watch import NodeFailure, NodeWatches, node_failed
 from gateway.http.connected import cut_short
-from gateway.scheduling.placement import Placed
+from gateway.scheduling.placement import RETRY_AFTER, Placed
 
 ANSWER_SECONDS = 5.0
 """Seconds to wait for the status line of a node's reply. The node sends it before it queues the request."""
@@ -54,7 +56,7 @@ class NodeClient:
         """Yields events up to Done or Failed. Closing the generator closes the connection, which cancels the request.
 
         Raises NodeFailure if the node can't be reached, dies, or sends something invalid; the result of `interrupted`;
-        ServiceError if the deadline has passed by DEADLINE_SLACK.
+        ServiceError if the deadline has passed by DEADLINE_SLACK, or if this process has no file descriptors left.
         """
         breakers, node = self._breakers, (placed.node_id, placed.epoch)
         probe = breakers.begin(*node)
@@ -85,6 +87,9 @@ class NodeClient:
                             yield event
                     raise node_failed(f"node {placed.node_id} ended the stream early")
                 except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:  # UnicodeError: of its name
+                    if isinstance(error, OSError) and is_out_of_descriptors(error):
+                        why = "this gateway has no room for more connections now"
+                        raise ServiceError("unavailable", why, retry_after=RETRY_AFTER) from error
                     reason = type(error).__name__
                     raise node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
                 finally:

@@ -18,6 +18,9 @@ from gateway.scheduling.placement import Placed
 
 TICK = 0.25
 """Seconds between two checks of a node with open streams."""
+MAX_TICK = 4 * TICK
+"""Seconds between two checks beyond which this process itself was held up. Records and bytes that have arrived
+meanwhile are read before the next check."""
 
 
 class NodeFailure(Exception):
@@ -105,8 +108,10 @@ class NodeWatches:
         """Checks the node every TICK seconds. Cancelled when the node's last stream ends."""
         try:
             while True:
+                began = time.monotonic()
                 await asyncio.sleep(TICK)
-                await self._check(watch)
+                if time.monotonic() - began <= MAX_TICK:
+                    await self._check(watch)
         except Exception as error:  # these streams are no longer watched
             for stream in watch.streams:
                 stream.give_up(error)

@@ -12,6 +12,7 @@ from cluster.queue_shares import QueueShares
 from cluster.state import ClusterState
 from gateway.calls.breaker import Breakers
 from gateway.calls.explanations import CallKey, Explanations, Placement
+from gateway.calls.late_nodes import LateNodes
 from gateway.scheduling.decision import Outcome
 from gateway.scheduling.lengths import ResponseLengths
 from gateway.scheduling.placement import Placed, Trace, eligible_nodes, place
@@ -35,6 +36,7 @@ class Router:
     base: str
     """Fingerprint of the base model."""
     breakers: Breakers
+    late_nodes: LateNodes
     metrics: Metrics
     loads: PoolLoads
     explanations: Explanations = field(default_factory=Explanations)
@@ -67,7 +69,7 @@ class Router:
         outcome: Outcome = "placed"
         node: str | None = None
         try:
-            placed = await place(self.state, self.policy, self.base, placement_request, excluded, trace)
+            placed = await self._place(placement_request, excluded, trace, received + request.timeout)
             node = placed.node_id
             return placed
         except ServiceError as error:
@@ -93,6 +95,18 @@ class Router:
                     trace.snapshot,
                 ),
             )
+
+    async def _place(
+        self, request: PlacementRequest, excluded: frozenset[str], trace: Trace, deadline: float
+    ) -> Placed:
+        """Reserves a place on a node and returns it. If no node is ready, asks the nodes whose record is late, at most
+        until `deadline` (monotonic seconds). Raises ServiceError."""
+        try:
+            return await place(self.state, self.policy, self.base, request, excluded, trace)
+        except ServiceError as error:
+            if error.type != "unavailable" or not await self.late_nodes.find(excluded, deadline - time.monotonic()):
+                raise
+        return await place(self.state, self.policy, self.base, request, excluded, trace)
 
     def displaces(self, request: GenerateRequest) -> bool:
         """Returns whether the request may take another request's place in a full queue. Nodes use the same rule."""

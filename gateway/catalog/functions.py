@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from gateway.catalog.rebuilds import Rebuilds
 from gateway.catalog.threads import StoreThreads
 from gateway.config import GatewayConfig
 from gateway.http.errors import STORE_RETRY_AFTER
+from gateway.places.places import Places
 
 T = TypeVar("T")
 
@@ -50,14 +52,15 @@ class Functions:
         threads: StoreThreads,
         clock: Callable[[], float],
         confirmed: Callable[[str], float],
+        rebuilds: Places | int = 1,
     ) -> None:
-        """`confirmed` returns the time, by `clock`, at which the record with this key was last known to be
-        unchanged."""
+        """`confirmed` returns the time, by `clock`, at which the record with this key was last known to be unchanged.
+        `rebuilds`: places for rebuilds of artifacts, as in LeavableThreads."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
         """Function that is called with tenant and name of each function that this process has changed."""
         self._registry = registry
         self._threads = threads
-        self._rebuilds = Rebuilds(registry, self.forget)
+        self._rebuilds = Rebuilds(registry, self.forget, rebuilds)
         self._cache: GraceCache[Key, Sequence[Choice]] = GraceCache(
             self._load,
             clock=clock,
@@ -86,13 +89,20 @@ class Functions:
         return await self._cache.get((tenant, name, qualifier or ""))
 
     async def change(self, change: Callable[..., T], tenant: str, name: str, *args: Any) -> T:
-        """Changes a function in the registry, and returns the result of `change(tenant, name, *args)`.
+        """Changes a function in the registry, as in `changing`, and returns the result of
+        `change(tenant, name, *args)`."""
+        with self.changing(tenant, name):
+            return await self._threads.write(change, tenant, name, *args)
 
-        Afterwards this process does not use records from before the change. That also holds if the change fails or its
-        caller is cancelled, because the thread may still have made it.
+    @contextmanager
+    def changing(self, tenant: str, name: str) -> Iterator[None]:
+        """Context in which a function is changed in the registry. Afterwards this process does not use records from
+        before the change.
+
+        That also holds if the change fails or its caller is cancelled, because the thread may still have made it.
         """
         try:
-            return await self._threads.write(change, tenant, name, *args)
+            yield
         finally:
             self.forget(tenant, name)
             self.on_change(tenant, name)

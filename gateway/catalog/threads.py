@@ -9,11 +9,8 @@ from functools import partial
 from threading import Thread
 from typing import ParamSpec, TypeVar
 
-import anyio
-import anyio.to_thread
-
 from adapters.errors import StoreUnavailable
-from gateway.http.errors import exhausted_resource
+from gateway.places.places import Places, Pool, owner_now
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,38 +20,46 @@ WRITE_THREADS = 4
 
 
 class NoThread(RuntimeError):
-    """Error: the system can't start another thread."""
+    """Raised when the system can't start another thread."""
 
 
 class LeavableThreads:
-    """Pool that runs at most `count` calls at once, each in its own thread.
+    """Pool that runs each call in its own thread, in a place of the tenant for which the task works (`owner_now`).
 
     A caller may be cancelled, but its place becomes free only when the thread has ended. So calls that hang can't pile
     up.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, places: Places | int, *, cut_off: bool = True) -> None:
+        """`places`: those of a shared pool, or the number of calls that run at once if only the service itself
+        calls. `cut_off`: the end of the process does not wait for running calls."""
+        self._cut_off = cut_off
         self.abandoned = 0
         """Number of running calls whose callers were cancelled."""
-        self._places = asyncio.Semaphore(count)
+        self.places = _places(places)
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Runs the work in a thread and returns its result. Raises NoThread, and the exceptions of `work`.
+    async def run(self, work: Callable[[], T], wait_s: float | None = None) -> T:
+        """Runs the work in a thread and returns its result. Waits at most `wait_s` seconds for a place; callers set
+        their own timeouts if it is None.
 
-        The wait for a free place is unlimited; callers set their own timeouts.
+        Raises NoThread, the exceptions of `work`, and ServiceError `overloaded` without a place.
         """
-        await self._places.acquire()
-        outcome: Future[T] = Future()
-        outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel it, because the thread will set it
+        owner = owner_now.get()
+        await self.places.acquire(owner, wait_s)
+        return await self.run_held(owner, work)
+
+    async def run_held(self, owner: str, work: Callable[[], T]) -> T:
+        """Runs the work as `run`, in a place of the owner that the caller has acquired. The place is released when the
+        thread has ended."""
         try:
-            # A daemon thread, so that a call that hangs does not delay the end of the process.
-            Thread(target=_run, args=(work, outcome), daemon=True, name="leavable").start()
-        except RuntimeError as error:
-            self._places.release()
-            raise NoThread(str(error)) from error
-        ended = asyncio.wrap_future(outcome)
-        ended.add_done_callback(self._end)
+            outcome: Future[T] = Future()
+            outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel it: the thread will set it
+            ended = asyncio.wrap_future(outcome)
+            _start(Thread(target=_run, args=(work, outcome), daemon=self._cut_off, name="leavable"))
+        except BaseException:  # for instance, the system can start no more threads, or has no memory
+            self.places.release(owner)
+            raise
+        ended.add_done_callback(partial(self._end, owner))
         try:
             await asyncio.wait({ended})  # unlike a plain await, cancellation does not cancel `ended`
         finally:
@@ -63,13 +68,20 @@ class LeavableThreads:
                 ended.add_done_callback(self._end_left)
         return ended.result()
 
-    def _end(self, ended: asyncio.Future[T]) -> None:
-        self._places.release()
+    def _end(self, owner: str, ended: asyncio.Future[T]) -> None:
+        self.places.release(owner)
         if not ended.cancelled():
             ended.exception()  # retrieved, because the caller may have been cancelled
 
     def _end_left(self, _: asyncio.Future[T]) -> None:
         self.abandoned -= 1
+
+
+def _start(thread: Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoThread(str(error)) from error
 
 
 def _run(work: Callable[[], T], outcome: Future[T]) -> None:
@@ -81,15 +93,22 @@ def _run(work: Callable[[], T], outcome: Future[T]) -> None:
         outcome.set_result(result)
 
 
+def _places(places: Places | int) -> Places:
+    if isinstance(places, Places):
+        return places
+    return Places(Pool(name="own", work="calls", size=places, per_tenant=max(1, places - 1)))
+
+
 class StoreThreads:
     """Threads for the store. Reads are abandoned after `seconds`; writes run to their end, because they can't be
     undone."""
 
-    def __init__(self, seconds: float, writes: int = WRITE_THREADS) -> None:
+    def __init__(
+        self, seconds: float, writes: Places | int = WRITE_THREADS, reads: Places | int = READ_THREADS
+    ) -> None:
         self._seconds = seconds
-        self._reads = LeavableThreads(READ_THREADS)
-        self._writes = asyncio.Semaphore(writes)
-        self._write_limiter = anyio.CapacityLimiter(writes)
+        self._reads = LeavableThreads(reads)
+        self._writes = LeavableThreads(writes, cut_off=False)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns the result of a read.
@@ -97,7 +116,7 @@ class StoreThreads:
         Raises StoreUnavailable if the store does not answer in time, or if no thread becomes free in time. Raises it at
         once while abandoned reads occupy all threads, or if the system can't start a thread.
         """
-        if self._reads.abandoned >= self._reads.count:
+        if self._reads.abandoned >= self._reads.places.pool.size:
             raise StoreUnavailable(f"{self._reads.abandoned} earlier reads of the registry still hang")
         try:
             async with asyncio.timeout(self._seconds):
@@ -108,24 +127,21 @@ class StoreThreads:
             raise StoreUnavailable(f"the registry was not asked: {error}") from error
 
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the result of a write. The write continues if the caller is cancelled, so its temporary files must
-        outlive it.
+        """Returns the result of a write. The write continues if the caller is cancelled, in its place, so its temporary
+        files must outlive it.
 
         Raises StoreUnavailable if no thread becomes free in time, or if the system can't start one.
         """
+        owner = owner_now.get()
         try:
             async with asyncio.timeout(self._seconds):
-                await self._writes.acquire()
+                await self._writes.places.acquire(owner)
         except TimeoutError:
             raise self._late() from None
         try:
-            return await anyio.to_thread.run_sync(partial(call, *args, **kwargs), limiter=self._write_limiter)
-        except RuntimeError as error:
-            if not exhausted_resource(error):
-                raise
+            return await self._writes.run_held(owner, partial(call, *args, **kwargs))
+        except NoThread as error:
             raise StoreUnavailable(f"the registry was not written to: {error}") from error
-        finally:
-            self._writes.release()
 
     def _late(self) -> StoreUnavailable:
         return StoreUnavailable(f"no answer from the registry within {self._seconds:g} s")

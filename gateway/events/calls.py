@@ -32,6 +32,7 @@ from gateway.events.webhook_secrets import read_secrets
 from gateway.events.webhooks import Webhooks
 from gateway.events.worker import NotKnownHere, Worker
 from gateway.http.stopwatch import Stopwatch
+from gateway.places.pools import Pools
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_KEY = 255
@@ -50,6 +51,7 @@ class EventCalls:
     destinations: Destinations
     store: ObjectStore
     threads: StoreThreads
+    pools: Pools
 
     async def accept(
         self,
@@ -119,8 +121,10 @@ class EventCalls:
                 return Policy()
             return choices[0].version.policy
 
-        events, webhooks = self.events, Webhooks(self.destinations.webhook_hosts)
-        async with Worker(events, self.execute, Deliveries(events, webhooks, policy_of), can_run).running():
+        pools = self.pools
+        webhooks = Webhooks(self.destinations.webhook_hosts, pools["webhooks"], pools["webhook_names"])
+        deliveries = Deliveries(self.events, webhooks, policy_of, pools["destinations"])
+        async with Worker(self.events, self.execute, deliveries, can_run, pools["event_runs"]).running():
             yield
 
     async def _check(self, tenant: str, destination: Destination | None, field: str, *, stated: bool) -> None:

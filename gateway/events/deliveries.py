@@ -7,6 +7,7 @@ import hashlib
 import random
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ from gateway.events.transitions import accepted
 from gateway.events.webhook_secrets import read_secrets
 from gateway.events.webhooks import SEND_S, NotDelivered, Webhooks
 from gateway.jobs.job_store import Stored
+from gateway.jobs.poller import NoPlace
+from gateway.places.places import Places
 
 PolicyOf = Callable[[str, str, str | None], Awaitable[Policy]]
 """Function that returns the policy of a function, by tenant, name and qualifier. Raises StoreUnavailable."""
@@ -47,15 +50,30 @@ class WebhookBody(msgspec.Struct, frozen=True):
 
 
 class Deliveries:
-    def __init__(self, events: Events, webhooks: Webhooks, policy_of: PolicyOf) -> None:
+    """Deliveries of one worker. Webhooks and calls of functions have separate places."""
+
+    def __init__(self, events: Events, webhooks: Webhooks, policy_of: PolicyOf, calls: Places) -> None:
+        """`calls`: places for calls of functions as destinations."""
         self._events = events
+        self._calls = calls
         self._webhooks = webhooks
         self._policy_of = policy_of
 
     async def deliver(self, stored: Stored[EventRecord]) -> None:
-        """Tries a delivery once. The try is stored first, so that another worker tries again if this one dies."""
-        events, delivery = self._events, stored.record.delivery
+        """Tries a delivery once. The try is stored first, so that another worker tries again if this one dies.
+
+        Raises NoPlace if the event's tenant has no free place for a delivery of this kind.
+        """
+        delivery, tenant = stored.record.delivery, stored.record.tenant
         assert delivery is not None
+        places = self._webhooks.places if delivery.to.function is None else self._calls
+        if not places.has_room(tenant):
+            raise NoPlace(partial(places.has_room, tenant))
+        with places.hold_now(tenant):
+            await self._try(stored, delivery)
+
+    async def _try(self, stored: Stored[EventRecord], delivery: Delivery) -> None:
+        events = self._events
         started = _replaced(stored.record, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
         claim = await events.threads.write(events.store.change, stored, started)
         if claim is None:

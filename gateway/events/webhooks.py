@@ -7,18 +7,20 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from ipaddress import ip_address
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from standardwebhooks import Webhook
 
+from gateway.catalog.threads import LeavableThreads
 from gateway.events.webhook_secrets import WebhookSecret
+from gateway.places.places import Places
 from gateway.webhook_hosts import NotAllowed, WebhookHosts
 
 SEND_S = 15.0
 """Timeout of one try in seconds, from the resolution of the host to the status of the reply."""
-CONNECTIONS = 16
 RESOLVE_S = 5.0
 MAX_ADDRESSES = 8
 """Maximum addresses of a host that are checked and tried."""
@@ -38,11 +40,13 @@ HostsOf = Callable[[str], Awaitable[WebhookHosts]]
 
 
 class Webhooks:
-    """Sender of webhooks of one worker."""
+    """Sender of webhooks of one worker. Callers of `send` hold one of `places`. `names`: places for look-ups of hosts,
+    each in a thread."""
 
-    def __init__(self, hosts_of: HostsOf) -> None:
+    def __init__(self, hosts_of: HostsOf, places: Places, names: Places) -> None:
+        self.places = places
         self._hosts_of = hosts_of
-        self._places = asyncio.Semaphore(CONNECTIONS)
+        self._names = LeavableThreads(names)
 
     async def send(self, tenant: str, url: str, message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> None:
         """Posts a signed message to the tenant's URL.
@@ -54,7 +58,7 @@ class Webhooks:
         allowed = await self._hosts_of(tenant)
         try:
             allowed.check_url(url)
-            async with asyncio.timeout(SEND_S), self._places, _session(allowed) as session:
+            async with asyncio.timeout(SEND_S), _session(allowed, self._names) as session:
                 request = session.post(url, data=body, headers=signed(message_id, body, secrets), allow_redirects=False)
                 async with request as reply:
                     status = reply.status
@@ -84,25 +88,31 @@ def signed(message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> di
     }
 
 
-def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
+def _session(allowed: WebhookHosts, names: LeavableThreads) -> aiohttp.ClientSession:
     """Returns a session for one webhook. Allowed hosts differ by tenant, so connections are not reused."""
-    connector = aiohttp.TCPConnector(resolver=CheckedResolver(allowed), use_dns_cache=False, force_close=True)
+    connector = aiohttp.TCPConnector(resolver=CheckedResolver(allowed, names), use_dns_cache=False, force_close=True)
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolver that returns only allowed addresses. The connection is made to these, so the check can't be bypassed."""
+    """Resolver that returns only allowed addresses. The connection is made to these, so the check can't be bypassed.
 
-    def __init__(self, allowed: WebhookHosts) -> None:
-        self._allowed = allowed
+    A tenant's slow name server holds a thread of `names`, and none that other parts of the gateway use.
+    """
+
+    def __init__(self, allowed: WebhookHosts, names: LeavableThreads) -> None:
+        self._allowed, self._names = allowed, names
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """Returns the addresses of a host. Raises NotAllowed if any of them is not allowed, and OSError."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(RESOLVE_S):
-            infos = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+        look_up = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                infos = await self._names.run(look_up)
+        except TimeoutError:
+            raise OSError(f"the host's name was not resolved within {RESOLVE_S:g} s") from None
         for *_, place in infos[:MAX_ADDRESSES]:
             self._allowed.check_address(ip_address(str(place[0]).partition("%")[0]))
         flags = socket.AI_NUMERICHOST

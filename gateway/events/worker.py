@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from time import monotonic
 
 from adapters.errors import StoreUnavailable
@@ -20,12 +21,13 @@ from gateway.events.records import DELIVERING, EventRecord
 from gateway.events.transitions import REFUSED, STOPPED, claimed, expired, failed, postponed, retried, succeeded
 from gateway.http.errors import is_unexpected, to_service_error
 from gateway.jobs.job_store import Marker, Stored
-from gateway.jobs.poller import NoCapacity, Poller, PollResult
+from gateway.jobs.poller import NoCapacity, NoPlace, Poller, PollResult
 from gateway.jobs.windows import Function
+from gateway.places.places import Places
 
-AT_ONCE = 32
-"""Maximum events that one worker runs at once."""
-DELIVERIES_AT_ONCE = 16
+DELIVERIES_AT_ONCE = 64
+"""Maximum deliveries that one worker handles at once. This is more than the places for webhooks and for destinations
+together, so that neither keeps the other waiting."""
 IDLE_S = 5.0
 """Seconds between two polls while the worker is idle. Without Redis, this delays events from other hosts."""
 BEAT_S = 10.0
@@ -51,17 +53,25 @@ class NotKnownHere(ServiceError):
 class Worker:
     """Worker of one gateway process.
 
-    `execute` runs a call, and raises its error. `can_run` returns whether a node can run calls now.
+    `execute` runs a call, and raises its error. `can_run` returns whether a node can run calls now. `places`: for
+    running events.
     """
 
     def __init__(
-        self, events: Events, execute: Execute, deliveries: Deliveries, can_run: Callable[[], Awaitable[bool]]
+        self,
+        events: Events,
+        execute: Execute,
+        deliveries: Deliveries,
+        can_run: Callable[[], Awaitable[bool]],
+        places: Places,
     ) -> None:
         self.name = secrets.token_hex(6)
         self._events = events
         self._execute = execute
-        self._can_run = can_run
-        self._runs = event_poller(events, "queued", self._run, at_once=AT_ONCE)
+        self._can_run, self._places = can_run, places
+        self._runs = event_poller(
+            events, "queued", self._run, at_once=places.pool.size, per_tenant=places.pool.per_tenant
+        )
         self._deliveries = event_poller(events, DELIVERING, deliveries.deliver, at_once=DELIVERIES_AT_ONCE)
         self._executions: dict[str, tuple[Stored[EventRecord], asyncio.Task[InvokeReply]]] = {}
         self._stopping = False
@@ -122,10 +132,18 @@ class Worker:
             self._executions[event_id][1].cancel()
 
     async def _run(self, stored: Stored[EventRecord]) -> float | None:
-        """Claims and runs an event. Raises NoCapacity.
+        """Claims and runs an event. Raises NoCapacity, and NoPlace if its tenant has no free place.
 
         Returns the seconds after which a refused event may be accepted; None if it was not refused.
         """
+        tenant = stored.record.tenant
+        if not self._places.has_room(tenant):
+            raise NoPlace(partial(self._places.has_room, tenant))
+        with self._places.hold_now(tenant):
+            return await self._run_here(stored)
+
+    async def _run_here(self, stored: Stored[EventRecord]) -> float | None:
+        """Claims and runs an event, as in `_run`. The caller holds a place."""
         events, now = self._events, await self._events.clock.now()
         if now > stored.record.deadline:
             await events.threads.write(events.store.change, stored, expired(stored.record, now))
@@ -190,10 +208,15 @@ class Worker:
 
 
 def event_poller(
-    events: Events, index: str, handle: Callable[[Stored[EventRecord]], Awaitable[float | None]], *, at_once: int
+    events: Events,
+    index: str,
+    handle: Callable[[Stored[EventRecord]], Awaitable[float | None]],
+    *,
+    at_once: int,
+    per_tenant: int | None = None,
 ) -> Poller[EventRecord]:
-    """Returns a poller of the events in `index`. `events` wakes the poller when an event may be due. `handle` and
-    `at_once`: as in Poller."""
+    """Returns a poller of the events in `index`. `events` wakes the poller when an event may be due. `handle`,
+    `at_once` and `per_tenant`: as in Poller."""
 
     async def poll(after: str, closed: Collection[Function]) -> PollResult:
         return await events.threads.read(events.store.poll, index, after, await events.clock.now(), closed)
@@ -201,6 +224,6 @@ def event_poller(
     async def owner(marker: Marker) -> Stored[EventRecord] | None:
         return await events.threads.read(events.store.owner, marker)
 
-    poller = Poller("event", poll, owner, handle, at_once=at_once, idle_s=IDLE_S)
+    poller = Poller("event", poll, owner, handle, at_once=at_once, idle_s=IDLE_S, per_tenant=per_tenant)
     events.wakes.append(poller.wake)
     return poller

@@ -28,6 +28,7 @@ from cluster.http_protocol import mark_keyed
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
 from gateway.http.rates import CALL, READ, WRITE, RouteRate, TakeRate
 from gateway.http.stopwatch import Stopwatch
+from gateway.places.places import SERVICE, owner_now
 
 G = TypeVar("G")
 H = TypeVar("H")
@@ -176,6 +177,7 @@ class Routes(list[Operation], Generic[G]):
         async def enter(request: Request) -> tuple[G, str]:
             tenant = await _authenticator(request).tenant(request)
             await take_rate(request, tenant, rate)
+            owner_now.set(tenant)
             return self.group(request), tenant
 
         return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, rate, (TENANT,))
@@ -188,6 +190,7 @@ class Routes(list[Operation], Generic[G]):
             tenant = await _authenticator(request).tenant(request)
             await take_rate(request, tenant, CALL)
             watch.lap("auth")
+            owner_now.set(tenant)
             return self.group(request), tenant, watch
 
         return self._declare(enter, target, summary, replies, details, CALL_ERRORS, CALL, (TENANT, SESSION))
@@ -213,6 +216,7 @@ class Routes(list[Operation], Generic[G]):
             caller = await _authenticator(request).caller(request)
             if caller.tenant is not None and not caller.admin:
                 await take_rate(request, caller.tenant, rate)
+            owner_now.set(caller.tenant or SERVICE)
             return self.group(request), caller
 
         return self._declare(enter, target, summary, replies, details, KEY_ERRORS, rate)

@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple
 from adapters.errors import StoreUnavailable
 from gateway.jobs.job_store import Marker, R, Stored
 from gateway.jobs.windows import Function, Windows
+from gateway.places.places import working_for
 
 MIN_GAP_S = 0.1
 """Minimum seconds between two polls, because a store charges for each."""
@@ -29,6 +30,14 @@ log = logging.getLogger("gateway")
 
 class NoCapacity(Exception):
     """No job of this kind can be handled for a while. The job that `handle` got was not changed."""
+
+
+class NoPlace(Exception):
+    """The job's tenant has no free place for it. The job was not changed, and starts once `has_place` returns True."""
+
+    def __init__(self, has_place: Callable[[], bool]) -> None:
+        super().__init__()
+        self.has_place = has_place
 
 
 class PollResult(NamedTuple):
@@ -51,7 +60,8 @@ class Poller(Generic[R]):
     """Calls `handle` with each due job, at most `at_once` at a time. Tenants with the fewest active jobs come first.
 
     `owner` reads a job by its marker (`JobStore.owner`). `handle` gets the stored job and changes it. It returns
-    seconds after which a refused job may be accepted, or None if the job was not refused; it may raise NoCapacity.
+    seconds after which a refused job may be accepted, or None if the job was not refused; it may raise NoCapacity or
+    NoPlace. `per_tenant`: maximum active jobs of one tenant; by default all of them.
     `idle_s`: seconds between two polls while nothing wakes the poller. `kind` names the jobs in the log.
     """
 
@@ -64,6 +74,7 @@ class Poller(Generic[R]):
         *,
         at_once: int,
         idle_s: float,
+        per_tenant: int | None = None,
     ) -> None:
         self.active: dict[str, asyncio.Task[None]] = {}
         """Tasks that run the active jobs, by job id."""
@@ -72,7 +83,10 @@ class Poller(Generic[R]):
         self._kind = kind
         self._poll, self._owner, self._handle = poll, owner, handle
         self._at_once = at_once
+        self._per_tenant = at_once if per_tenant is None else per_tenant
         self._idle_s = idle_s
+        self._placeless: dict[str, Callable[[], bool]] = {}
+        """Jobs that wait for a place of their tenant, by id: functions that return whether there is one."""
         self._markers: dict[str, Marker] = {}
         """Markers of the active jobs."""
         self._windows = Windows(at_once, monotonic)
@@ -124,26 +138,40 @@ class Poller(Generic[R]):
             tenant: [marker for marker in queue if marker.id not in self.active]
             for tenant, queue in result.queues.items()
         }
+        listed = {marker.id for queue in self._waiting.values() for marker in queue}
+        self._placeless = {id: has_place for id, has_place in self._placeless.items() if id in listed}
 
     def _may_begin_any(self) -> bool:
         active = Counter(map(function_of, self._markers.values()))
-        return any(self._first(queue, active) is not None for queue in self._waiting.values())
+        tenants = self._active_of_tenants()
+        return any(
+            tenants[tenant] < self._per_tenant and self._first(queue, active) is not None
+            for tenant, queue in self._waiting.items()
+        )
 
     def _next(self) -> Marker | None:
         """Returns the marker of the next job to start, and removes it from the waiting ones. This is the first
         startable job of the tenant with the fewest active jobs. Returns None if no job may start."""
-        active = Counter(map(function_of, self._markers.values()))
+        active, tenants = Counter(map(function_of, self._markers.values())), self._active_of_tenants()
         first = {
-            tenant: at for tenant, queue in self._waiting.items() if (at := self._first(queue, active)) is not None
+            tenant: at
+            for tenant, queue in self._waiting.items()
+            if tenants[tenant] < self._per_tenant and (at := self._first(queue, active)) is not None
         }
-        tenants = Counter(marker.tenant for marker in self._markers.values())
         tenant = min(first, key=lambda tenant: (tenants[tenant], random.random()), default=None)
         return None if tenant is None else self._waiting[tenant].pop(first[tenant])
 
     def _first(self, queue: list[Marker], active: Counter[Function]) -> int | None:
-        """Returns the index in `queue` of the first job whose function may run one more job; None if there is none."""
-        functions = enumerate(map(function_of, queue))
-        return next((at for at, each in functions if self._windows.may_begin(each, active[each])), None)
+        """Returns the index in `queue` of the first job that may start; None if there is none. Its function may run one
+        more job, and its tenant has a place for it."""
+        return next((at for at, each in enumerate(queue) if self._may_begin(each, active[function_of(each)])), None)
+
+    def _may_begin(self, marker: Marker, active: int) -> bool:
+        has_place = self._placeless.get(marker.id)
+        return (has_place is None or has_place()) and self._windows.may_begin(function_of(marker), active)
+
+    def _active_of_tenants(self) -> Counter[str]:
+        return Counter(marker.tenant for marker in self._markers.values())
 
     def _begin(self, marker: Marker) -> None:
         self._markers[marker.id] = marker
@@ -159,14 +187,21 @@ class Poller(Generic[R]):
         try:
             stored = await self._owner(marker)
             if stored is not None:
-                self._record_outcome(marker, await self._handle(stored))
+                with working_for(marker.tenant):
+                    self._record_outcome(marker, await self._handle(stored))
         except StoreUnavailable as error:  # its marker remains, so the job is found again
             log.warning("a job waits for the store", extra={"job": marker.id, "why": str(error)})
             self._back_off()
         except NoCapacity:
             self._back_off()
+        except NoPlace as error:
+            self._wait_for_place(marker, error.has_place)
         except Exception:  # one job must not end the others
             log.exception("a job could not be handled", extra={"job": marker.id})
+
+    def _wait_for_place(self, marker: Marker, has_place: Callable[[], bool]) -> None:
+        self._placeless[marker.id] = has_place
+        self._waiting.setdefault(marker.tenant, []).append(marker)
 
     def _back_off(self) -> None:
         self._backoff_until = monotonic() + BACKOFF_S

@@ -15,6 +15,7 @@ from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, DEVICE, DISK, HOST, TIERS, NodeTable
 from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
+from gateway.calls.late_nodes import LateNodes
 from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.residency.manual_holds import ManualHold
@@ -58,11 +59,12 @@ class Warming:
         base: str,
         functions: Functions,
         node_calls: NodeCalls,
+        late_nodes: LateNodes,
         *,
         hold: Callable[[ManualHold], None],
     ) -> None:
         self._cluster, self._base, self._functions, self._node_calls = cluster, base, functions, node_calls
-        self._hold = hold
+        self._late_nodes, self._hold = late_nodes, hold
         self._loads: dict[Key, _Load] = {}
 
     @asynccontextmanager
@@ -96,6 +98,9 @@ class Warming:
     async def _places(self, order: WarmOrder) -> list[Place]:
         nodes = await self._cluster.table()
         homes = HomeNodes(nodes, self._base)
+        if not len(homes) and await self._late_nodes.find():
+            nodes = await self._cluster.table()
+            homes = HomeNodes(nodes, self._base)
         if not len(homes):
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
         return [

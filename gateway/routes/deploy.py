@@ -4,6 +4,7 @@ source."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -89,7 +90,7 @@ async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
     if body_type != "multipart/form-data":
         message = "send multipart/form-data with the adapter's two files, or application/json with a source"
         raise ServiceError("unsupported_media_type", message)
-    with catalog.deploys.deploy(tenant):
+    with catalog.pools["deploys"].hold_now(tenant):
         return await _from_upload(catalog, request, tenant, name, how)
 
 
@@ -103,7 +104,7 @@ async def _from_source(catalog: Catalog, request: Request, tenant: str, name: st
     body = await read_message(request, catalog.config, DeploySource)
     place = allowed_place(catalog.sources, body.source)
     check_options(body.alias, body.policy)
-    with catalog.deploys.deploy(tenant):
+    with catalog.pools["deploys"].hold_now(tenant):
         async with copied_source(catalog.config, catalog.sources, catalog.source_threads, place) as files:
             adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source)
             return await _store(catalog, request, tenant, name, adapter, how)
@@ -121,21 +122,19 @@ async def _store(
     registry, staged = catalog.registry, None
     aliases = ("latest",) if upload.alias is None else (upload.alias, "latest")
     await catalog.destinations.check_policy(tenant, name, upload.policy or {}, within="policy.", aliases=aliases)
+    wait, threads = catalog.config.deploy_wait, catalog.deploy_threads
     await catalog.templates.check(
         tenant, upload.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."
     )
     if how.dry_run:
-        async with catalog.deploys.store(tenant):
-            checked = await catalog.threads.write(registry.check, upload, name)
+        checked = await threads.run(partial(registry.check, upload, name), wait)
         return json_response(await _reply(catalog, checked, problems))
     if how.warm:
-        async with catalog.deploys.store(tenant):
-            staged = await catalog.threads.write(registry.stage, tenant, name, upload)
-        # No slot is held during the wait.
+        staged = await threads.run(partial(registry.stage, tenant, name, upload), wait)
         problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.deployment)
-    async with catalog.deploys.store(tenant):
-        memory = await catalog.residency.provisionable()
-        deployment = await catalog.functions.change(registry.deploy, tenant, name, upload, staged, memory)
+    memory = await catalog.residency.provisionable()
+    with catalog.functions.changing(tenant, name):
+        deployment = await threads.run(partial(registry.deploy, tenant, name, upload, staged, memory), wait)
     return json_response(await _reply(catalog, deployment, problems), 201 if deployment.created else 200)
 
 

@@ -49,7 +49,7 @@ async def create_file(request: Request, calls: Calls, tenant: str) -> Response:
     if media_type(request) != "multipart/form-data":
         raise ServiceError("unsupported_media_type", "send multipart/form-data with `file` and `purpose`")
     files, limit = calls.batches.files, (await calls.callers.account(tenant)).file_bytes
-    with calls.uploads.deploy(tenant):
+    with calls.pools["batch_files"].hold_now(tenant):
         record = await receive_file(request, calls.config, files, calls.threads, tenant, limit)
     await _check_tenant(calls, tenant, record)
     return json_response(record.reply())

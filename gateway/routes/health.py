@@ -95,6 +95,7 @@ def _cluster(nodes: Nodes) -> Check:
 
 async def _nodes(nodes: Nodes) -> Check:
     base = nodes.base
+    await nodes.late_nodes.find()
     records = [node.record for node in await nodes.cluster.nodes()]
     # A starting node reports its base only once its engine is running.
     states = [record.state for record in records if record.base in (base.fingerprint, "")]

@@ -42,7 +42,7 @@ STATUS_TEXT = {
     429: "Full; try again after Retry-After seconds",
     499: "Cancelled, because the function was deleted by force",
     500: "Unexpected; the log has it under the request id",
-    502: "The node died and no other one could take over",
+    502: "The node died and no other one could take over; try again after Retry-After seconds",
     503: "No node, or no registry; try again after Retry-After seconds",
     504: "The timeout passed before the first token",
     507: "It can't be stored, because a disk is full or read-only; calls that store nothing go on",

@@ -9,7 +9,7 @@ waiter. If it finds no room, less urgent loads give theirs up.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
@@ -78,10 +78,12 @@ class HostTier:
         """Returns the number of requests and prefetches that wait for the adapter."""
         return self._waiters.count(digest)
 
-    def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
+    def announce(
+        self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = (), tenant: str = ""
+    ) -> None:
         """Adds a waiter for the adapter; the caller removes it with one `retract`. `spared`: digests that a predicted
-        prefetch must not evict."""
-        self._waiters.add(digest, priority)
+        prefetch must not evict. `tenant`: for whom the adapter is loaded; empty for no tenant."""
+        self._waiters.add(digest, priority, tenant)
         if priority == Priority.PREDICTED:
             self._spared[digest] = spared
         self._count(digest)
@@ -215,6 +217,8 @@ class HostTier:
         host = self._all.get(digest)
         if host is not None:
             host.waiters = self.waiting(digest)
+            if host.waiters:
+                host.tenant = self._waiters.tenant(digest)
             self._set_priority(host)
             if host.unwanted and not host.complete:
                 self.loader.wake()
@@ -231,7 +235,7 @@ class HostTier:
         self.loader.wake()
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
-        host = HostAdapter(digest, artifact, waiters=self.waiting(digest))
+        host = HostAdapter(digest, artifact, waiters=self.waiting(digest), tenant=self._waiters.tenant(digest))
         waits = self._waiters.first_priority(digest)
         host.priority = Priority.REQUEST if waits is None else waits
         host.prefetched = host.priority > Priority.REQUEST
@@ -260,7 +264,7 @@ class HostTier:
         running ones are reclaimed."""
         waiting: list[HostAdapter] = []
         self.short = None
-        for host in sorted(self._unfetched, key=lambda host: host.priority):
+        for host in self._in_turn(self._unfetched):
             if self._all.get(host.digest) is not host or host.size > self.memory:
                 continue  # dropped meanwhile, or larger than the tier: the request fails when it is placed
             less_urgent = self.short is not None and host.priority > self.short
@@ -271,6 +275,17 @@ class HostTier:
         self._unfetched = waiting
         if self.short is not None:
             self._reclaim(self.short)
+
+    def _in_turn(self, hosts: Iterable[HostAdapter]) -> list[HostAdapter]:
+        """Returns the adapters in the order in which their fetches start: the most urgent first, then those of the
+        tenant with the fewest fetches, then the oldest."""
+        fetches, keys = Counter(host.tenant for host in self._fetching), list[tuple[Priority, int]]()
+        ordered = list(hosts)
+        for host in ordered:
+            keys.append((host.priority, fetches[host.tenant]))
+            fetches[host.tenant] += 1
+        turns = sorted(range(len(ordered)), key=keys.__getitem__)
+        return [ordered[index] for index in turns]
 
     def _reclaim(self, priority: Priority) -> None:
         """Reclaims the running fetches that are less urgent than `priority`."""

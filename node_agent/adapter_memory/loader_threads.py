@@ -1,7 +1,7 @@
 """Pool of threads that serves the jobs of loads round robin, one piece of work at a time.
 
 While a more urgent job is unfinished, less urgent ones get no work. Among equally urgent jobs, those with a request in
-the batch go before those with queued requests alone.
+the batch go before those with queued requests alone. Among these, tenants take turns, however many jobs each has.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Load(Protocol):
     priority: Priority
     leased: bool
     """whether a request in the batch waits for the load; it then goes before others of its priority"""
+    tenant: str
+    """tenant whose request or prefetch wanted the load last; empty if no tenant did"""
 
 
 class Job(Protocol):
@@ -62,6 +64,9 @@ class LoaderThreads:
         """Cores on which the thread that created the pool may run. Loader threads use them too. Otherwise they would
         inherit the engine thread's reserved cores."""
         self._jobs: list[Job] = []
+        self._turns: dict[str, int] = {}
+        """number of the last piece of work of each tenant that has jobs"""
+        self._last_number = 0
         self._threads: list[threading.Thread] = []
         self._idle = 0
 
@@ -121,7 +126,8 @@ class LoaderThreads:
 
     def _take(self) -> Callable[[], None] | None:
         """Returns the next piece of work; None if no job has any. The most urgent jobs go first, and among them those
-        whose load is `leased`. The chosen job is moved after the others of its priority."""
+        whose load is `leased`, and then those of the tenant whose last turn is the longest ago. The chosen job is
+        moved after the others of its priority."""
         work, count = None, -1
         while work is None and count != len(
             self._jobs
@@ -129,13 +135,17 @@ class LoaderThreads:
             count = len(self._jobs)
             work = self._take_once()
             self._jobs = [job for job in self._jobs if not job.over]
+        tenants = {job.load.tenant for job in self._jobs}
+        self._turns = {tenant: number for tenant, number in self._turns.items() if tenant in tenants}
         return work
 
     def _take_once(self) -> Callable[[], None] | None:
         now, first = time.monotonic(), self._first()
-        for job in sorted(self._jobs, key=lambda job: not job.load.leased):
+        for job in sorted(self._jobs, key=lambda job: (not job.load.leased, self._turns.get(job.load.tenant, 0))):
             work = job.take(now, is_blocked=job.load.priority > first)
             if work is not None:
+                self._last_number += 1
+                self._turns[job.load.tenant] = self._last_number
                 self._jobs.remove(job)
                 self._jobs.append(job)
                 return work

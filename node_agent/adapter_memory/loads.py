@@ -28,9 +28,9 @@ the adapter."""
 class HostAdapter:
     """Adapter in host memory, in the dtype and row order of the host pool.
 
-    The engine's thread writes `waiters`, `leased`, `holds`, `copy` and `priority`. It also writes what it allocates:
-    `pages` (loader threads fill them), `slot` and `run`. HOST_TRANSITIONS says which thread writes `state`. Loader
-    threads write all other fields.
+    The engine's thread writes `waiters`, `leased`, `tenant`, `holds`, `copy` and `priority`. It also writes what it
+    allocates: `pages` (loader threads fill them), `slot` and `run`. HOST_TRANSITIONS says which thread writes `state`.
+    Loader threads write all other fields.
     """
 
     digest: str
@@ -48,6 +48,8 @@ class HostAdapter:
     copy: CopyStates | None = None
     """latest copy to the device that claimed this adapter"""
     leased: bool = False
+    tenant: str = ""
+    """tenant whose request or prefetch wanted the adapter last; empty if no tenant did"""
     holds: int = 0
     """number of holds by which passes keep the adapter in host memory for CPU workers"""
     origin: HeldTier = "absent"

@@ -80,13 +80,15 @@ class AdapterStore(LeasedAdapters):
 
     # --- what the engine calls for a request
 
-    def announce(self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> str:
+    def announce(
+        self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = (), tenant: str = ""
+    ) -> str:
         """Adds a request or prefetch that waits for the adapter, and starts the adapter's load.
 
-        Returns the adapter's tier: host, disk or absent; none if it is already on the device. `spared`: as in
-        HostTier.announce. The caller must call `retract` once per call, when the request leaves the queue.
+        Returns the adapter's tier: host, disk or absent; none if it is already on the device. `spared` and `tenant`:
+        as in HostTier.announce. The caller must call `retract` once per call, when the request leaves the queue.
         """
-        self.hosts.announce(adapter.digest, priority, spared)
+        self.hosts.announce(adapter.digest, priority, spared, tenant)
         if self.ready(adapter.digest):
             return "none"
         host = self.hosts.load(adapter)

@@ -13,9 +13,13 @@ class Waiters:
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[Priority]] = {}
+        self._tenants: dict[str, str] = {}
+        """tenant that requested each awaited adapter last; empty if no tenant did"""
 
-    def add(self, digest: str, priority: Priority) -> None:
+    def add(self, digest: str, priority: Priority, tenant: str = "") -> None:
         self._counts.setdefault(digest, Counter())[priority] += 1
+        if tenant or digest not in self._tenants:
+            self._tenants[digest] = tenant
 
     def remove(self, digest: str, priority: Priority) -> None:
         """Removes one waiter. Raises KeyError if nobody waits for the adapter."""
@@ -24,7 +28,7 @@ class Waiters:
         if not counts[priority]:
             del counts[priority]
         if not counts:
-            del self._counts[digest]
+            del self._counts[digest], self._tenants[digest]
 
     def count(self, digest: str) -> int:
         """Returns the number of waiters of the adapter."""
@@ -41,6 +45,10 @@ class Waiters:
     def awaited(self) -> Iterator[str]:
         """Yields the digests that requests or operators' prefetches wait for. Predicted prefetches are left out."""
         return (digest for digest, counts in self._counts.items() if min(counts) < Priority.PREDICTED)
+
+    def tenant(self, digest: str) -> str:
+        """Returns the tenant that requested the adapter last; empty if no tenant did, or nobody waits for it."""
+        return self._tenants.get(digest, "")
 
     def all(self) -> Iterator[str]:
         """Yields the digests that anybody waits for."""

@@ -50,7 +50,6 @@ class Reply:
         self.count = 0
         self._resumed = 0
         """number of tokens that another node has sent"""
-        self._cached = 0
         self.stopped = False
         self._stop_reason: int | str | None = None
         self.ended = False
@@ -67,8 +66,7 @@ class Reply:
         """Converts one event of the engine. Returns None when there is nothing to send. After Done or Failed, `ended`
         is True."""
         match event:
-            case Admitted(state=state, cached_tokens=cached):
-                self._cached = cached
+            case Admitted(state=state):
                 return Started(node=self._node_id, cold_start=state)
             case PromptScored():
                 return self._prompt_logprobs(event)
@@ -134,7 +132,7 @@ class Reply:
             finish_reason="stop" if self.stopped else event.reason,
             prompt_tokens=len(self._request.token_ids),
             completion_tokens=self.count,
-            cached_tokens=self._cached,
+            cached_tokens=event.cached_tokens,
             timing=Timing(
                 queue=event.queue,
                 prefill=event.prefill,

@@ -114,11 +114,14 @@ class AdapterTiers(Protocol):
 
     # --- for requests
 
-    def announce(self, adapter: Adapter, priority: Priority = ..., spared: Container[str] = ()) -> str:
+    def announce(
+        self, adapter: Adapter, priority: Priority = ..., spared: Container[str] = (), tenant: str = ""
+    ) -> str:
         """Adds a request or prefetch that waits for the adapter, and starts the adapter's load.
 
         Returns the adapter's tier: host, disk or absent; none if it is already on the device. The caller must call
-        `retract` once per call. `spared`: digests that a predicted prefetch must not evict.
+        `retract` once per call. `spared`: digests that a predicted prefetch must not evict. `tenant`: for whom the
+        adapter is loaded; empty for no tenant.
         """
 
     def retract(self, digest: str, priority: Priority = ...) -> None:

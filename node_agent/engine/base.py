@@ -95,7 +95,7 @@ class EngineBase(ABC):
             return
         request.after_idle = self.scheduler.callers.record_call(request)
         if request.adapter is not None:
-            request.arrival_tier = self.store.announce(request.adapter)
+            request.arrival_tier = self.store.announce(request.adapter, tenant=request.tenant)
             self.prefetcher.record_call(request.adapter.digest)
         self.queue.add(request)
 
@@ -185,7 +185,8 @@ class EngineBase(ABC):
         self._start(request)
         if not request.admitted:
             request.admitted = now
-            self._events.append(Admitted(request.id, request.arrival_tier, request.found_tokens))
+            request.cached_tokens = request.found_tokens
+            self._events.append(Admitted(request.id, request.arrival_tier))
 
     def _preempt(self, request: Request) -> None:
         """Preempts a running request: frees its resources and queues it again. Its generated tokens stay; they are
@@ -194,7 +195,8 @@ class EngineBase(ABC):
         if request.cold is not None and not request.cold.load:
             request.cold.end_wait(time.monotonic())
         if request.adapter is not None:
-            self.store.announce(request.adapter)  # before its lease ends, otherwise a running load would be cancelled
+            # before its lease ends, otherwise a running load would be cancelled
+            self.store.announce(request.adapter, tenant=request.tenant)
         self._free(request, after)
         request.begin_again()
         del self.running[request.id]

@@ -41,6 +41,7 @@ def finished(request: Request, reason: str, error_type: str, error: str, *, dama
         damaged=damaged,
         preemptions=request.preemptions,
         device=request.device_seconds,
+        cached_tokens=request.cached_tokens,
     )
 
 

@@ -63,7 +63,7 @@ class Orders:
         elif (busy := self._busy(order.tenant)) is not None:
             self._answers.append(Answer(order.id, error_type="overloaded", error=busy))
         else:
-            load = PrefetchLoad(self._tiers, order.adapter, Priority.ORDER)
+            load = PrefetchLoad(self._tiers, order.adapter, Priority.ORDER, tenant=order.tenant)
             self._underway.append(_Underway(order, time.monotonic() + LONGEST_PREFETCH, load))
 
     def _busy(self, tenant: str) -> str | None:

@@ -27,10 +27,12 @@ class PrefetchLoad:
         *,
         to_device: bool = True,
         spared: Container[str] = (),
+        tenant: str = "",
     ) -> None:
-        """`spared`: digests of adapters that a predicted prefetch must not evict."""
+        """`spared`: digests of adapters that a predicted prefetch must not evict. `tenant`: who ordered the prefetch;
+        empty if no tenant did."""
         self._tiers, self.adapter, self._priority = tiers, adapter, priority
-        self._to_device, self._spared = to_device, spared
+        self._to_device, self._spared, self._tenant = to_device, spared, tenant
         self.waits = False
         self._copying: DeviceEntry | None = None
         self.was_staged = is_staged(tiers, adapter.digest)
@@ -97,4 +99,4 @@ class PrefetchLoad:
     def _wait(self) -> None:
         if not self.waits:
             self.waits = True
-            self._tiers.announce(self.adapter, self._priority, self._spared)
+            self._tiers.announce(self.adapter, self._priority, self._spared, self._tenant)

@@ -108,6 +108,8 @@ class Request:
     share."""
     preemptions: int = 0
     """number of preemptions; each resets `computed`"""
+    cached_tokens: int = 0
+    """number of prompt tokens found in the prefix cache when it was first computed"""
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)

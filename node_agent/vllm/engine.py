@@ -148,6 +148,8 @@ class VllmEngine(EngineBase):
         request = self._requests.get(output.id)
         if request is None:
             return  # it ended here first
+        if not request.first_token:
+            request.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None and not request.scored:
             self._score_prompt(request, output)
         for at, token in enumerate(output.token_ids):

@@ -68,6 +68,8 @@ class Folder:
     state: FolderState = FolderState.MEASURING
     priority: Priority = Priority.REQUEST
     leased: bool = False
+    tenant: str = ""
+    """tenant for whom it is loaded; empty for no tenant"""
     holds: int = 0
     """number of loads into a slot that read the folder"""
     failure: LoadFailed | None = None
@@ -141,9 +143,10 @@ class FolderTier:
         """Returns the digests that requests or operators' prefetches wait for."""
         return self._waiters.awaited()
 
-    def announce(self, digest: str, priority: Priority, spared: Container[str]) -> None:
-        """Adds a waiter for the adapter. `spared`: digests that a predicted prefetch must not evict."""
-        self._waiters.add(digest, priority)
+    def announce(self, digest: str, priority: Priority, spared: Container[str], tenant: str = "") -> None:
+        """Adds a waiter for the adapter. `spared`: digests that a predicted prefetch must not evict. `tenant`: for whom
+        it is loaded; empty for no tenant."""
+        self._waiters.add(digest, priority, tenant)
         if priority == Priority.PREDICTED:
             self._spared[digest] = spared
         self._set_priority(digest)
@@ -165,6 +168,7 @@ class FolderTier:
             self._number += 1
             folder = Folder(adapter, self._root / str(self._number))
             folder.priority = self._waiters.first_priority(adapter.digest) or Priority.REQUEST
+            folder.tenant = self._waiters.tenant(adapter.digest)
             self._folders[adapter.digest] = folder
             self.threads.add(FetchJob(folder, self._store, self.threads, self._on_change))
         self._folders.move_to_end(adapter.digest)
@@ -216,7 +220,10 @@ class FolderTier:
 
     def _set_priority(self, digest: str) -> None:
         folder, waits = self._folders.get(digest), self._waiters.first_priority(digest)
-        if folder is not None and waits is not None and waits != folder.priority:
+        if folder is None or waits is None:
+            return
+        folder.tenant = self._waiters.tenant(digest)
+        if waits != folder.priority:
             folder.priority = waits
             self.threads.wake()
 

@@ -102,8 +102,10 @@ class SlotStore:
 
     # --- for requests
 
-    def announce(self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> str:
-        self.hosts.announce(adapter.digest, priority, spared)
+    def announce(
+        self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = (), tenant: str = ""
+    ) -> str:
+        self.hosts.announce(adapter.digest, priority, spared, tenant)
         if self.ready(adapter.digest):
             return "none"
         staged = self.hosts.get(adapter.digest)

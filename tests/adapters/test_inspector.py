@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from peft_files import adapter, changed, safetensors_bytes
 from adapters.base_model import BaseModel
 from adapters.deployment import AdapterUpload
 from adapters.errors import MAX_PROBLEMS, AdapterError, InspectionBusy, InvalidAdapter, TooLarge
-from adapters.helper_process import MEMORY_BYTES, NICENESS
+from adapters.helper_process import MEMORY_BYTES, NICENESS, HelperProcess
 from adapters.inspector import Inspector
+from adapters.local_store import LocalStore
 from adapters.peft_config import MAX_CONFIG_BYTES
 from adapters.peft_format import MAX_HEADER_BYTES
 from adapters.registry import Registry
@@ -42,7 +44,7 @@ def test_the_process_knows_no_secrets(
     monkeypatch.setenv("GARNISH_KEY", "hidden")
     with closing(Inspector(base)) as made:
         made.inspect(*good)
-        process = made.helper.process
+        process = made.helpers[0].process
         assert process is not None
         environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     assert any(line.startswith(b"PATH=") for line in environment)
@@ -60,7 +62,7 @@ def outcome(config: bytes, weights: Path, look: object) -> Inspection | list[obj
 
 def pid_of(inspector: Inspector) -> int | None:
     """Of the latest helper process; None before the first one was needed."""
-    return None if inspector.helper.process is None else inspector.helper.process.pid
+    return None if inspector.helpers[0].process is None else inspector.helpers[0].process.pid
 
 
 def files(folder: Path, good: tuple[bytes, Path]) -> list[tuple[bytes, Path]]:
@@ -209,7 +211,7 @@ def test_who_waits_too_long_may_try_again(
             target=lambda: outcome(changed(good[0], target_modules=ENDLESS), good[1], inspector.inspect)
         )
         held.start()
-        while not inspector._lock.locked():
+        while not inspector.idle.empty():
             time.sleep(0.01)
         with pytest.raises(InspectionBusy, match="other adapters were inspected"):
             inspector.inspect(*good)
@@ -217,10 +219,25 @@ def test_who_waits_too_long_may_try_again(
         held.join(60)
 
 
+def test_one_that_takes_long_holds_up_no_other(good: tuple[bytes, Path], base: BaseModel) -> None:
+    with closing(Inspector(base, 2)) as inspector, ThreadPoolExecutor(1) as pool:
+        inspector.inspect(*good)
+        stopped = inspector.helpers[1]  # the last one that was put is used first
+        assert stopped.process is not None and inspector.helpers[0].process is None
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        looking = pool.submit(inspector.inspect, *good)
+        while inspector.idle.qsize() == 2:
+            time.sleep(0.01)
+        assert inspector.inspect(*good).problems == ()
+        assert not looking.done()
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        assert looking.result(60).problems == ()
+
+
 def test_it_ends_with_its_owner(good: tuple[bytes, Path], base: BaseModel) -> None:
     inspector = Inspector(base)
     inspector.inspect(*good)
-    process, connection = inspector.helper.process, inspector.helper.connection
+    process, connection = inspector.helpers[0].process, inspector.helpers[0].connection
     assert process is not None and connection is not None
     connection.close()  # as when the gateway is killed
     assert process.wait(60) == 0
@@ -248,3 +265,34 @@ def _ticks(pid: int) -> int:
 def _until_ended(pid: int) -> None:
     while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
         time.sleep(0.01)
+
+
+def test_a_registry_without_an_inspector_limits_patterns_too(
+    good: tuple[bytes, Path], base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at names in its own thread, and at regular expressions in a process that is gone afterwards."""
+    config, weights = good
+    registry = Registry(LocalStore(tmp_path / "registry"), base)
+    started: list[HelperProcess] = []
+    begin = HelperProcess._started
+
+    def note(helper: HelperProcess, seconds: float) -> socket.socket:
+        started.append(helper)
+        return begin(helper, seconds)
+
+    monkeypatch.setattr(HelperProcess, "_started", note)
+    assert registry.check(AdapterUpload(config, weights)).digest
+    assert started == []
+    monkeypatch.setattr("adapters.inspector.MATCH_SECONDS", 0.25)
+    for field, value in (
+        ("target_modules", r"(.+.+)+x"),
+        ("exclude_modules", r"(.+.+)+x"),
+        ("rank_pattern", {r"(.+.+)+x": 4}),
+        ("alpha_pattern", {r"(.+.+)+x": 4}),
+    ):
+        with pytest.raises(InvalidAdapter, match="take too long"):
+            registry.check(AdapterUpload(changed(config, **{field: value}), weights))
+        process = started[-1].process
+        assert process is not None
+        assert process.returncode is not None
+    assert registry.check(AdapterUpload(changed(config, target_modules=r".*\.(q_proj|v_proj)"), weights)).digest

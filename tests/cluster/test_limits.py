@@ -1,59 +1,21 @@
-"""Rates and places, in memory and in Redis; workers that share them, die, and lose Redis."""
+"""Rates and places, in memory and in Redis; workers that share them, and die."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import Clock, World, news, until
+from limit_workers import call, limits_of, two_workers
+from worlds import Clock, World
 
-from cluster.limits import Bucket, Call, Charge, LimitState, MemoryLimits, Overspent, Owner, Refusal
-from cluster.redis_limits import RedisLimits
-from cluster.redis_link import RedisLink
-from cluster.redis_state import RedisClusterState
-from tests.support.redis_server import RedisServer, redis_server
-
-
-def call(
-    tenant: str = "acme",
-    tokens: int = 0,
-    places: int = 1,
-    owners: dict[str, int] | None = None,
-    tokens_per_minute: float | None = None,
-) -> Call:
-    return Call(tenant, tokens_per_minute, tokens, places, tuple(Owner(*owner) for owner in (owners or {}).items()))
+from cluster.limits import Bucket, Charge, MemoryLimits, Overspent, Owner, Refusal
+from tests.support.redis_server import RedisServer
 
 
 def rps(rate: float, amount: float = 1.0) -> list[Charge]:
     return [Charge("rps", rate, amount)]
-
-
-@asynccontextmanager
-async def limits_of(world: World) -> AsyncIterator[LimitState]:
-    if world.server is None:
-        yield MemoryLimits(world.clock)
-        return
-    async with two_workers(world, 1) as ((_, limits),):
-        yield limits
-
-
-@asynccontextmanager
-async def two_workers(world: World, count: int = 2, own: int = 2) -> AsyncIterator[list[tuple[RedisLink, RedisLimits]]]:
-    assert world.server is not None
-    async with AsyncExitStack() as stack:
-        found = []
-        for number in range(count):
-            link = RedisLink(world.server.url, world.prefix, f"w{number}", asyncio.get_running_loop().time)
-            RedisClusterState(link)
-            found.append((link, RedisLimits(link, own)))
-            await stack.enter_async_context(link.running())
-            assert await link.wait_until_up(20)
-        yield found
 
 
 def test_requests_per_second(world: World) -> None:
@@ -212,6 +174,29 @@ class TestSharedByWorkers:
 
         asyncio.run(main())
 
+    def test_the_counts_of_a_dead_worker_go_and_those_of_long_calls_stay(
+        self, shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cluster.redis_limits.PLACES_SECONDS", 1)
+        monkeypatch.setattr("cluster.redis_limits.RENEW_SECONDS", 0.0)
+
+        async def main() -> None:
+            async with two_workers(World(shared_redis), 1) as ((link, limits),):
+                asked, client = call(owners={"acme": 2}), shared_redis.client
+                assert await limits.take(asked) is None
+                dead = link.key("places", "of-a-dead-worker")
+                client.hset(dead, "another", 1)
+                client.pexpire(dead, 1000)  # as its last call left it
+                async with asyncio.timeout(60):
+                    while client.exists(dead):  # noqa: ASYNC110 - Redis removes it by itself
+                        await asyncio.sleep(0.05)
+                    await asyncio.sleep(1.5)  # longer than a count stays without a renewal
+                assert client.hgetall(link.key("places", "acme")) != {}
+                assert client.pttl(link.key("places", "acme")) > 0
+                await limits.settle(asked, 0)
+
+        asyncio.run(main())
+
     def test_nothing_stays_of_idle_tenants(self, shared_redis: RedisServer) -> None:
         async def main() -> None:
             world = World(shared_redis)
@@ -263,137 +248,3 @@ class TestSharedByWorkers:
                 assert link.is_up
 
         asyncio.run(main())
-
-
-def test_places_are_counted_again_in_a_redis_that_was_emptied(tmp_path: Any) -> None:
-    async def main() -> None:
-        with redis_server(tmp_path) as server:
-            world, asked = World(server), call(owners={"acme": 4})
-            async with world.worker() as (_, state), two_workers(world) as ((link, one), (_, two)):
-                await state.publish(news())
-                for limits in (one, one, two):
-                    assert await limits.take(asked) is None
-                server.empty()
-                places = link.key("places", "acme")
-                await until(lambda: _as_told(sum(map(int, server.client.hvals(places))) == 3))
-                assert await two.take(asked) is None
-                assert await one.take(asked) is not None
-                for limits in (one, one, two, two):
-                    await limits.settle(asked, 0)
-                assert not server.client.exists(places)
-
-    asyncio.run(main())
-
-
-def test_what_a_slow_redis_gave_to_nobody_is_free(tmp_path: Any) -> None:
-    """It took the places, but its answer came too late, and this worker alone could not allow the call."""
-
-    async def main() -> None:
-        with redis_server(tmp_path) as server:
-            asked = call(places=2, owners={"acme": 3})
-            async with two_workers(World(server)) as ((link, one), _):
-                assert await one.take(asked) is None
-                await one.settle(asked, 0)
-                server.hang()
-                refusal = await one.take(asked)
-                assert refusal is not None and not link.is_up
-                server.wake()
-                await until(lambda: _is_up(link))
-                assert await one.take(asked) is None
-
-    asyncio.run(main())
-
-
-def test_tokens_are_given_back_where_they_were_taken(tmp_path: Any) -> None:
-    """A call that began while Redis was away took none of the tokens there."""
-
-    async def main() -> None:
-        with redis_server(tmp_path) as server:
-            whole = call(tokens=100, tokens_per_minute=100)
-            half = call(tokens=50, tokens_per_minute=100)
-            async with two_workers(World(server)) as ((link, one), _):
-                assert await one.take(whole) is None
-                server.hang()
-                assert await one.take(half) is None, "its share"
-                server.wake()
-                await until(lambda: _is_up(link))
-                await one.settle(half, 50)
-                refusal = await one.take(half)
-                assert refusal is not None and refusal.why == "tokens"
-                await one.settle(whole, 60)
-                assert await one.take(half) is None
-
-    asyncio.run(main())
-
-
-async def _as_told(value: bool) -> bool:
-    return value
-
-
-def test_a_worker_alone_gives_away_its_share_and_is_counted_again(tmp_path: Any) -> None:
-    async def main() -> None:
-        with redis_server(tmp_path) as server:
-            world = World(server)
-            asked = call(owners={"acme": 4})
-            async with two_workers(world) as ((first, one), (second, two)):
-                assert await one.take(asked) is None
-                server.kill()
-                assert await two.take(asked) is None
-                assert await two.take(asked) is None
-                assert await two.take(asked) is not None, "half of four"
-                assert await one.take(asked) is None
-                server.start()
-                assert await first.wait_until_up(20) and await second.wait_until_up(20)
-                assert await one.take(asked) is not None, "four are taken, and Redis knows it"
-                await two.settle(asked, 0)
-                assert await one.take(asked) is None
-                server.kill()
-                await one.settle(asked, 0)
-                server.start()
-                await until(lambda: _is_up(first, second))
-                assert await two.take(asked) is None
-
-    asyncio.run(main())
-
-
-def test_workers_of_other_gateways_have_their_share_while_redis_is_away(tmp_path: Any) -> None:
-    """Also when they are heard of one by one in a Redis that was emptied, and went away again."""
-
-    async def main() -> None:
-        with redis_server(tmp_path) as server:
-            asked = call(owners={"acme": 6})
-            async with two_workers(World(server), count=3, own=1) as workers:
-                await until(lambda: _as_told(all(link.workers == 3 for link, _ in workers)))
-                for _ in range(2):
-                    server.kill()
-                    await until(lambda: _as_told(not any(link.is_up for link, _ in workers)))
-                    for _, limits in workers:
-                        taken = [await limits.take(asked) for _ in range(3)]
-                        assert [refusal is None for refusal in taken] == [True, True, False], "a third of six"
-                        for _ in range(2):
-                            await limits.settle(asked, 0)
-                    server.start()
-                    await until(lambda: _is_up(*(link for link, _ in workers)))
-
-    asyncio.run(main())
-
-
-def test_workers_that_have_ended_are_counted_no_longer(
-    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cluster.redis_link.WORKER_SECONDS", 2.0)
-
-    async def main() -> None:
-        world = World(shared_redis)
-        async with two_workers(world, count=1) as ((link, _),):
-            other = RedisLink(shared_redis.url, world.prefix, "other", asyncio.get_running_loop().time)
-            RedisClusterState(other)
-            async with other.running():
-                await until(lambda: _as_told(link.workers == 2))
-            await until(lambda: _as_told(link.workers == 1))
-
-    asyncio.run(main())
-
-
-async def _is_up(*links: RedisLink) -> bool:
-    return all(link.is_up for link in links)

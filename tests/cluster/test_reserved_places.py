@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from test_limits import limits_of, two_workers
+from limit_workers import limits_of, two_workers
 from worlds import World
 
 from cluster.limits import Call, Owner

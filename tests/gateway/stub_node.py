@@ -49,6 +49,12 @@ class Cut(Exception):
     """Ends the connection abruptly."""
 
 
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class StubNode:
     node_id: str
@@ -65,10 +71,18 @@ class StubNode:
     began: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
     places: Received = field(default_factory=Received)
+    asked: int = 0
+    """How often the gateway has asked for its record."""
+    state: str = "ready"
+    """What it says then."""
+    answers: bool = True
+    """False: it is asked in vain."""
+    answer_after: threading.Event = field(default_factory=_set)
 
     def app(self) -> Starlette:
         return Starlette(
             routes=[
+                Route("/record", self.tell_record),
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/adapters/prefetch", self.prefetch, methods=["POST"]),
             ]
@@ -81,6 +95,14 @@ class StubNode:
         self.received.append(asked)
         self.places = self.places.with_one(asked.place)
         return _Stream(self, asked)
+
+    async def tell_record(self, request: Request) -> Response:
+        if not is_authorized(request.headers.get("authorization"), self.secret):
+            return Response(status_code=401)
+        self.asked += 1
+        await self.until(self.answer_after)
+        report = full_report(self.record(self.state), [])
+        return Response(msgspec.msgpack.encode(report), 200 if self.answers else 503)
 
     async def prefetch(self, request: Request) -> Response:
         """Says that a load began, which never ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from gateway.calls.active_calls import ActiveCalls
+from gateway.catalog import threads as threads_module
 from gateway.catalog.threads import READ_THREADS, LeavableThreads, StoreThreads
 from gateway.http.bodies import convert, field_of
 from gateway.workers.last_hour import Counts, LastHour
@@ -126,6 +128,52 @@ def test_a_place_is_free_again_whatever_becomes_of_the_call() -> None:
         assert await first is True
         assert await threads.run(lambda: 3) == 3
         assert threads.abandoned == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_place_is_free_again_if_no_thread_starts(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object, **__: object) -> threading.Thread:
+        raise error
+
+    async def main() -> None:
+        stores = StoreThreads(60.0, writes=1, reads=1)
+        for work in (stores.read, stores.write):
+            with monkeypatch.context() as patch:
+                patch.setattr(threads_module, "Thread", start)
+                for _ in range(3):
+                    with pytest.raises(type(error)):
+                        await work(str, 1)
+            async with asyncio.timeout(60):
+                assert await work(str, 1) == "1"
+
+    asyncio.run(main())
+
+
+def test_a_write_whose_caller_was_cancelled_keeps_its_place_until_it_ends() -> None:
+    async def main() -> None:
+        begun, answer, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def write() -> None:
+            begun.set()
+            answer.wait(60)
+            ended.set()
+
+        threads = StoreThreads(0.05, writes=1)
+        left = asyncio.ensure_future(threads.write(write))
+        assert await asyncio.to_thread(begun.wait, 60)
+        left.cancel()
+        await asyncio.wait({left})
+        with pytest.raises(StoreUnavailable):
+            await threads.write(str, 1)
+        answer.set()
+        assert await asyncio.to_thread(ended.wait, 60)
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(StoreUnavailable):
+                    assert await threads.write(str, 1) == "1"
+                    break
 
     asyncio.run(main())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -79,15 +80,15 @@ class ScriptedEngine:
             await self.writer.wait_closed()
 
 
-def admitted(id: str, state: str = "none", cached_tokens: int = 0) -> Admitted:
-    return Admitted(id, state, cached_tokens)
+def admitted(id: str, state: str = "none") -> Admitted:
+    return Admitted(id, state)
 
 
 def tokens(id: str, token_ids: list[int]) -> list[Generated]:
     return [Generated(id, token_id) for token_id in token_ids]
 
 
-def finished(id: str, reason: str = "length", **fields: str) -> Finished:
+def finished(id: str, reason: str = "length", **fields: Any) -> Finished:
     return Finished(id, reason, queue=0.25, prefill=0.5, cold_start=NO_COLD_START, **fields)
 
 

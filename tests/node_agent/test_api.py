@@ -26,7 +26,9 @@ def test_a_request_becomes_events(tmp_path: Path, stories_dir: Path) -> None:
             async with node.generate(request_of(timeout=30.0)) as stream:
                 submit = await engine.hear_submit()
                 assert (submit.id, submit.token_ids, submit.max_tokens, submit.timeout) == ("r1", [1], 100, 30.0)
-                await engine.say(admitted("r1", "host", 7), *tokens("r1", ids[1:]), finished("r1", "stop"))
+                await engine.say(
+                    admitted("r1", "host"), *tokens("r1", ids[1:]), finished("r1", "stop", cached_tokens=7)
+                )
                 events = await stream.rest()
             assert events[0] == Started(node="n1", cold_start="host")
             text = [event for event in events if isinstance(event, Token)]

@@ -16,7 +16,7 @@ from node_agent.adapter_memory.priority import Priority
 class Pieces:
     """A job of `left` pieces. Each writes the job's name down, and lets the test change what it wants to."""
 
-    leased = False
+    leased, tenant = False, ""
 
     def __init__(self, name: str, left: int, priority: Priority, worked: Callable[[str], None]) -> None:
         self.name, self.left, self.priority = name, left, priority
@@ -92,7 +92,7 @@ def test_drawn_jobs_are_served_by_priority_and_in_turn(seed: int) -> None:
 class Standing:
     """A job that has no work now and ends when it is told to, as soon as it is asked."""
 
-    leased = False
+    leased, tenant = False, ""
 
     def __init__(self, priority: Priority) -> None:
         self.load, self.priority, self.over, self.may_end = self, priority, False, False

@@ -26,7 +26,7 @@ from tests.node_agent.adapter_world import Turnstile, World, assert_layer
 class Steps:
     """A job of `left` pieces, which it writes down."""
 
-    priority, leased = Priority.REQUEST, False
+    priority, leased, tenant = Priority.REQUEST, False, ""
 
     def __init__(self, name: str, left: int, done: list[str], ended: threading.Event, not_before: float = 0.0) -> None:
         self.name, self.left, self.done, self.ended, self.not_before = name, left, done, ended, not_before
@@ -70,6 +70,30 @@ def test_a_loader_keeps_one_torch_thread_whatever_the_engine_sets() -> None:
     finally:
         torch.set_num_threads(before)
         threads.close(wait=True)
+
+
+def test_tenants_take_turns_however_many_jobs_each_has() -> None:
+    """One thread, held by a first piece until all jobs are there: 250 loads of one tenant and then one of another."""
+    threads, done, held = LoaderThreads("test", 1), list[str](), threading.Event()
+    ends = [threading.Event() for _ in range(252)]
+    first = Steps("first", 1, done, ends[0])
+    first._work = lambda: held.wait(30)  # type: ignore[assignment, method-assign, return-value]
+    threads.add(first)
+    for number, end in enumerate(ends[1:-1]):
+        job = Steps(f"a{number}", 2, done, end)
+        job.tenant = "a"
+        threads.add(job)
+    single = Steps("b", 4, done, ends[-1])
+    single.tenant = "b"
+    threads.add(single)
+    held.set()
+    try:
+        assert all(end.wait(30) for end in ends[1:])
+    finally:
+        threads.close(wait=True)
+    assert [name[0] for name in done[:8]] == ["a", "b"] * 4
+    assert done[::2][:4] == ["a0", "a1", "a2", "a3"]
+    assert len(done) == 504
 
 
 def test_jobs_are_served_in_turn() -> None:

@@ -126,10 +126,10 @@ class LocalEngine:
                 assert event.index == len(outcome.prompt_scores) + 1, "a token was scored twice, or not at all"
                 outcome.prompt_scores += event.scores
             elif isinstance(event, Admitted):
-                outcome = self.outcomes[event.id]
-                outcome.admitted, outcome.cached_tokens = event.state, event.cached_tokens
+                self.outcomes[event.id].admitted = event.state
             elif isinstance(event, Finished):
-                self.outcomes[event.id].finished = event
+                outcome = self.outcomes[event.id]
+                outcome.finished, outcome.cached_tokens = event, event.cached_tokens
             elif isinstance(event, Answer):
                 self.answers[event.id] = event
         return bool(events)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -17,6 +19,7 @@ from raw_node import END, HEAD, REQUEST, TIMING, Reader, Writer, ask, bounded, c
 
 from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
+from gateway.calls.breaker import THRESHOLD
 from gateway.calls.node_client import EVENT_LIMIT
 from gateway.calls.node_watch import NodeFailure
 from gateway.scheduling.placement import Placed
@@ -308,3 +311,24 @@ def test_over_tls_the_certificate_must_be_trusted(tmp_path: Path) -> None:
                 await ask(client, url)
 
     asyncio.run(main())
+
+
+def test_a_gateway_without_descriptors_blames_no_node() -> None:
+    """The call is told to come again; the node's circuit stays closed, however many calls find none."""
+
+    async def main() -> None:
+        async with node(serve) as (url, _), node_client() as client:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))  # the next descriptor would be the first too many
+            try:
+                for _ in range(THRESHOLD + 1):
+                    with pytest.raises(ServiceError) as refused:
+                        await ask(client, url)
+                    assert (refused.value.type, refused.value.retry_seconds) == ("unavailable", 1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert await ask(client, url) == EVENTS
+
+    run(main)

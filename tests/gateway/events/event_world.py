@@ -27,8 +27,11 @@ from gateway.events.event_store import EventStore
 from gateway.events.events import Events, make_channel
 from gateway.events.jobs import release_lost
 from gateway.events.records import ENDED, EventRecord, markers_of, new_nonce, parse_marker
+from gateway.events.webhooks import HostsOf, Webhooks
 from gateway.events.worker import Worker
 from gateway.leader.tick import Tick
+from gateway.places.places import Places, Pool
+from gateway.webhook_hosts import WebhookHosts, parse_webhook_hosts
 
 RESULT = schema.InvokeReply(
     id="inv_0",
@@ -137,8 +140,16 @@ class MortalStore(LocalStore):
         return done
 
 
-class NoWebhooks:
-    """For events without a webhook."""
+def places(size: int, per_tenant: int) -> Places:
+    return Places(Pool(name="p", work="deliveries", size=size, per_tenant=per_tenant))
+
+
+def webhooks_to(hosts_of: HostsOf) -> Webhooks:
+    return Webhooks(hosts_of, places(16, 4), places(8, 2))
+
+
+async def no_hosts(_tenant: str) -> WebhookHosts:
+    return parse_webhook_hosts(())
 
 
 def open_events(store: LocalStore, **options: Any) -> Events:
@@ -170,7 +181,8 @@ def make_worker(world: World, events: Events, failing: Callable[[str, int], Serv
             raise error
         return msgspec.structs.replace(RESULT, id=event.id)
 
-    return Worker(events, execute, Deliveries(events, NoWebhooks(), no_policy), always)  # type: ignore[arg-type]
+    deliveries = Deliveries(events, webhooks_to(no_hosts), no_policy, places(16, 4))
+    return Worker(events, execute, deliveries, always, places(32, 31))
 
 
 async def always() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from event_world import RESULT, World, new_event, no_policy, open_events
+from event_world import RESULT, World, new_event, no_policy, open_events, places, webhooks_to
 from running_gateway import Running, until
 from served_app import served
 from starlette.applications import Starlette
@@ -80,7 +80,7 @@ def deliver(world: World, event: EventRecord, allowed: Sequence[str] = LOOPBACK)
     async def work() -> EventRecord:
         events = open_events(world.store())
         added = await events.threads.write(events.store.add, event)
-        await Deliveries(events, webhooks.Webhooks(hosts_of), no_policy).deliver(added)
+        await Deliveries(events, webhooks_to(hosts_of), no_policy, places(16, 4)).deliver(added)
         return await events.get(event.tenant, event.id)
 
     return asyncio.run(work())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -102,6 +103,36 @@ def test_a_failure_is_logged_once_and_tried_again(failure: Exception, caplog: py
     world.nodes.failure = failure
     world.send(WANTED * 2)
     assert len(caplog.records) == 2
+
+
+def test_hanging_nodes_keep_no_order_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eighty nodes take the connection and never answer: a changed order still reaches the ninth at once, in each
+    tick."""
+    monkeypatch.setattr(orders_module, "ANSWER_SECONDS", 0.05)
+    world, good = World(), msgspec.structs.replace(NODE, id="good")
+    world.send(WANTED, good)
+    hanging = [msgspec.structs.replace(NODE, id=f"h{number}") for number in range(80)]
+    hung: list[str] = []
+
+    async def order(node: NodeRecord, path: str, message: WantedResidency) -> None:
+        if node.id == "good":
+            world.nodes.told.append((node.id, len(hung)))
+            return
+        hung.append(node.id)
+        world.now += 0.05 / orders_module.FAILING_AT_ONCE
+        await asyncio.sleep(3600)
+
+    world.nodes.order = order  # type: ignore[method-assign]
+    tried = Counter[str]()
+    for tick in range(1, 60):
+        hung.clear()
+        [(_, before)] = world.send([*WANTED] * (1 + tick % 2), *hanging, good)
+        assert before <= orders_module.AT_ONCE, "it waits for none of them"
+        tried.update(hung)
+        if tick > 1:
+            assert len(hung) <= 4 * orders_module.FAILING_AT_ONCE, "and the tick ends soon"
+    assert set(tried) == {node.id for node in hanging}, "each has its turn"
+    assert max(tried.values()) - min(tried.values()) <= 2
 
 
 def test_orders_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ import pytest
 from running_gateway import Running, upload
 
 from adapters import registry as registry_module
+from gateway.places.pools import FIXED
 
 ADAPTERS = ("pirate", "dragon", "space", "ocean")
+[WRITES] = (pool for pool in FIXED if pool.name == "store_writes")
 
 
 @pytest.fixture
@@ -213,7 +215,9 @@ def test_targets_that_are_none(client: httpx.Client) -> None:
 def test_a_rollback_waits_for_no_deploy(
     start: Callable[..., Running], stories_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = start(max_deploys=4, max_tenant_deploys=4, store_seconds=20.0)
+    many = WRITES.size + 1
+    limits = {"max_deploys": 2 * many, "max_uploads": 2 * many}
+    running = start(**limits, max_tenant_deploys=many, max_tenant_uploads=many, store_seconds=20.0)
     client = running.client()
     for name in ADAPTERS:
         client.post("/deploy/f", files=upload(stories_adapters[name]))
@@ -227,15 +231,15 @@ def test_a_rollback_waits_for_no_deploy(
     checked = registry_module.check_values
     monkeypatch.setattr(registry_module, "check_values", check_values)
     files = upload(stories_adapters["pirate"])
-    with ThreadPoolExecutor(4) as pool:
-        deploys = [pool.submit(client.post, f"/deploy/g{number}", files=files) for number in range(4)]
+    with ThreadPoolExecutor(many) as pool:
+        deploys = [pool.submit(client.post, f"/deploy/g{number}", files=files) for number in range(many)]
         try:
-            assert all(begun.acquire(timeout=30) for _ in range(4))
+            assert all(begun.acquire(timeout=60) for _ in range(many))
             reply = client.post("/functions/f/rollback")
             assert (reply.status_code, reply.json()["version"]) == (200, 3)
         finally:
             go_on.set()
-        assert [deploy.result().status_code for deploy in deploys] == [201] * 4
+        assert [deploy.result().status_code for deploy in deploys] == [201] * many
 
 
 def test_others_aliases_do_not_exist(gateway: Running, client: httpx.Client) -> None:

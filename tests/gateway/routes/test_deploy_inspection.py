@@ -1,4 +1,4 @@
-"""Hostile configs and headers are looked at in one helper process, for deploys and dry runs; the gateway only waits."""
+"""Hostile configs and headers are looked at in helper processes, for deploys and dry runs; the gateway only waits."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_expressions_without_end(
         # A niced process begins late on a host whose cores are all busy.
         calls = [pool.submit(gateway.client().post, path, files=files, timeout=240) for path in PATHS]
         started = until_busy(own_children, calls)
-        assert len(started) == 1
-        assert [niceness(pid) for pid in started] == [NICENESS]
+        assert len(started) in (1, 2), "one for each, if the second one has begun"
+        assert NICENESS in [niceness(pid) for pid in started]  # a second one may be about to set it
         for call in calls:
             reply = call.result(250)
             assert reply.status_code == 422
