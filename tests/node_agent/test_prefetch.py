@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from cluster.messages import Adapter
+from node_agent.engine.adapter_tiers import is_staged
 from node_agent.engine import prefetcher as module
 from tests.node_agent.adapter_world import LAYERS, World, lease, until
 from tests.node_agent.prefetch_world import (
@@ -140,7 +141,7 @@ def test_bytes_of_a_staged_adapter_are_late_until_they_are_on_the_device(
     stile.open_all()
     for adapter in world.adapters:
         prefetcher.want(wanted(want(adapter, tier="host")))
-        poll_until(store, prefetcher, lambda: prefetcher._is_staged(adapter.digest) and not prefetcher.underway)  # noqa: B023
+        poll_until(store, prefetcher, lambda: is_staged(store, adapter.digest) and not prefetcher.underway)  # noqa: B023
         prefetcher._prefetched.clear()
         before = sums(prefetcher)
         link = begin_predicted_copy(store, prefetcher, stile, adapter)
