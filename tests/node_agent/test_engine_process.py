@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,11 +16,13 @@ import pytest
 from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
 from node_agent.coldstart.auto_workers import TYPICAL
+from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
+from node_agent.engine.loop import Engine
 from node_agent.engine.rows import Row
 from node_agent.engine_channel import Channel, WakeUp
 from node_agent.engine_loop import Loop
@@ -106,27 +108,36 @@ def test_an_api_process_that_goes_amid_a_pass_leaves_nothing(
     engine.assert_clean()
 
 
+class DecidesOnce:
+    """Idle work that changes the decision on CPU workers, as a judgement by new costs does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def work(self, should_yield: Callable[[], bool]) -> bool:
+        self._engine.cold_start.decision = WorkersDecision(0, "no gain by other costs", (("cold", 12.0),))
+        return True
+
+    def close(self) -> None:
+        return None
+
+
 def test_another_decision_on_cpu_workers_is_told_once(make_engine: MakeEngine, tmp_path: Path, wake: WakeUp) -> None:
-    """Loads that take 1.6 times as long as measured have the link judged again while the engine is idle."""
     engine = make_engine(cpu_workers=None)
-    link = engine.engine.cold_start.link
-    assert link is not None
     with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
         server.bind(str(tmp_path / "socket"))
         server.listen()
         channel = Channel(str(tmp_path / "socket"))
         peer, _ = server.accept()
-        before = ready_message(engine.engine, engine.base)
-        loop = Loop(engine.engine, before, wake, lambda: False)
-        for _ in range(8):
-            link.learn(int(0.02 * link.profile.bandwidth / 1.6), 0.02)
+        loop = Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: False)
+        engine.engine.worker_manager = DecidesOnce(engine.engine)
         loop._active_at -= 2 * QUIET_S
         assert loop._measure(channel, selector)
         (told,) = [event for event in received(peer) if isinstance(event, Ready)]
-        assert told.cpu_workers_ms != before.cpu_workers_ms
+        assert (told.cpu_workers_reason, told.cpu_workers_ms) == ("no gain by other costs", {"cold": 12.0})
         assert told == ready_message(engine.engine, engine.base) == loop.ready
-        loop._send_decision(channel)
-        assert not received(peer)
+        assert loop._measure(channel, selector)
+        assert not [event for event in received(peer) if isinstance(event, Ready)]
         channel.close()
         peer.close()
 
@@ -156,7 +167,7 @@ def test_layers_that_arrive_do_not_end_a_measurement_of_cold_calls(
         channel.receive()
         manager = engine.engine.worker_manager
         assert isinstance(manager, WorkerManager)
-        manager._retry_at = 0.0
+        manager._retry.until = 0.0
         assert loop._measure(channel, selector)
         assert starts.times.is_measured(TYPICAL) and TYPICAL not in starts.unmeasured
         channel.close()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from cluster.messages import Adapter
-from node_agent.engine.adapter_tiers import is_staged
 from node_agent.engine import prefetcher as module
+from node_agent.engine.adapter_tiers import is_staged
 from tests.node_agent.adapter_world import LAYERS, World, lease, until
 from tests.node_agent.prefetch_world import (
     MakePrefetcher,
