@@ -95,7 +95,7 @@ def test_a_vanished_store_is_not_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "root").rename(tmp_path / "elsewhere")
     (tmp_path / "root").mkdir()  # the mount point remains
     for call in (lambda: store.get("a/b"), lambda: store.head("a/b"), lambda: store.list("a/")):
-        with pytest.raises(StoreUnavailable, match="gone"):
+        with pytest.raises(StoreUnavailable, match="missing"):
             call()
     (tmp_path / "root").rmdir()
     (tmp_path / "elsewhere").rename(tmp_path / "root")
