@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from adapters.functions import Manifest
+from adapters.functions import Manifest, VersionEntry
 
 if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
     from adapters.validate import LoraLayout
@@ -52,6 +52,8 @@ class Staged:
 
     deployment: Deployment
     layout: LoraLayout
+    entry: VersionEntry
+    """Entry that the function's record gets when the version is listed."""
     manifest: Manifest | None
     """Manifest of the new version, whose number is taken; None when the function already lists the adapter."""
 

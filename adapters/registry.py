@@ -89,7 +89,9 @@ class Registry:
         with self.quota.deploying(tenant, name) as room:
             deploy = Storing(upload, layout, room)
             entry = self._versions.listed(tenant, record, deploy)
-        return Staged(deployment_of(name, entry.version, layout, created=deploy.created), layout, deploy.manifest)
+        return Staged(
+            deployment_of(name, entry.version, layout, created=deploy.created), layout, entry, deploy.manifest
+        )
 
     def deploy(
         self,

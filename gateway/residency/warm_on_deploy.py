@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from adapters.functions import ITEM_BYTES
 from cluster.messages import Adapter
 from gateway.http.routing import BOOLEAN, parameter
 from gateway.residency.messages import WARM_SECONDS, Version, WarmOrder
 
 if TYPE_CHECKING:
-    from adapters.deployment import Deployment
+    from adapters.deployment import Staged
     from gateway.residency.warming import Warming
 
 WARM = parameter(
@@ -28,16 +27,24 @@ async def warm_targets(warming: Warming, tenant: str, name: str, versions: Itera
     return await _warmed(warming, WarmOrder(tenant, name, targets))
 
 
-async def warm_staged(warming: Warming, base: str, tenant: str, staged: Deployment) -> list[str]:
+async def warm_staged(warming: Warming, base: str, tenant: str, staged: Staged) -> list[str]:
     """Waits until a version that is stored, but not yet listed, is warm on a node. Returns warnings about what failed.
 
     `base`: fingerprint of the base model.
     """
     from adapters.artifact import artifact_key  # it imports numpy, which clients of this module don't need
 
-    key, itemsize = artifact_key(base, staged.digest), ITEM_BYTES[staged.dtype]
-    adapter = Adapter(staged.digest, key, staged.bytes, staged.ranks, itemsize)
-    return await _warmed(warming, WarmOrder(tenant, staged.function, [Version(staged.version or 0, adapter)]))
+    entry = staged.entry
+    adapter = Adapter(
+        digest=entry.digest,
+        artifact=artifact_key(base, entry.digest),
+        bytes=entry.bytes,
+        ranks=entry.ranks,
+        itemsize=entry.itemsize,
+        config=entry.config_sha256,
+        weights=entry.weights_sha256,
+    )
+    return await _warmed(warming, WarmOrder(tenant, staged.deployment.function, [Version(entry.version, adapter)]))
 
 
 async def _warmed(warming: Warming, order: WarmOrder) -> list[str]:

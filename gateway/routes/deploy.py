@@ -131,7 +131,7 @@ async def _store(
         return json_response(await _reply(catalog, checked, problems))
     if how.warm:
         staged = await threads.run(partial(registry.stage, tenant, name, upload), wait)
-        problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.deployment)
+        problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged)
     memory = await catalog.residency.provisionable()
     with catalog.functions.changing(tenant, name):
         deployment = await threads.run(partial(registry.deploy, tenant, name, upload, staged, memory), wait)
