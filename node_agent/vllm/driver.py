@@ -241,12 +241,13 @@ class Driver:
         self._loop.create_task(self._end(id, task, sent))
 
     async def _end(self, id: str, task: asyncio.Task[None], sent: AbortSent) -> None:
+        task.cancel()
+        await asyncio.wait([task])  # vLLM may have been about to take the request
         try:
             await self._engine.result(0).abort(id)
         except Exception as error:
             self._put(EngineDied(str(error)))
         finally:
-            task.cancel()
             sent.set()
             self._on_output()
 

@@ -141,9 +141,10 @@ class VllmEngine(EngineBase):
         if cold is None or cold.load or lease is None or not self.store.loaded(lease):
             return
         slot = self.store.slot(lease)
-        began = min(slot.began, slot.folder.began) if self.store.source(lease) == "absent" else slot.began
+        fetched = request.arrival_tier == "absent"
+        began = max(request.arrived, slot.folder.began if fetched else slot.began)
         cold.load = max(slot.arrived - began, 1e-6)
-        cold.fetch = max(0.0, slot.folder.arrived - began)
+        cold.fetch = max(0.0, slot.folder.arrived - began) if fetched else 0.0
         cold.end_wait(time.monotonic())
 
     def _take_output(self, output: Output) -> None:

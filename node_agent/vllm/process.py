@@ -179,6 +179,7 @@ def main() -> int:
         wake.set()
 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
     try:
         engine, ready = build_engine(config.engine, wake)
     except Exception as error:  # any error: the log's last error is shown as the reason why the node can't start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cluster.messages import Adapter
 from tests.support.peft_reference import PeftReference, draw_adapter, make_adapter
-from tests.support.vllm_environment import PYTHON
+from tests.support.environments import VLLM, VLLM_PYTHON
 from tests.vllm.vllm_process import VllmProcess
 
 LAYERS, VOCAB = 3, 512
@@ -34,9 +33,9 @@ MakeVllm = Callable[..., VllmProcess]
 @pytest.fixture(scope="session")
 def python() -> Path:
     """The interpreter of the environment that has vLLM."""
-    if not PYTHON.exists():
-        pytest.skip(f"NOT RUN: no vLLM in {PYTHON.parents[1]}; make it by `make .engines/vllm`")
-    return PYTHON
+    if not VLLM_PYTHON.exists():
+        pytest.skip(f"NOT RUN: no vLLM in {VLLM}; make it by `make .engines/vllm`")
+    return VLLM_PYTHON
 
 
 @pytest.fixture(scope="session")
@@ -87,5 +86,3 @@ def vllm(python: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def deployed(vllm: VllmProcess, adapter_dirs: list[Path]) -> list[tuple[Path, Adapter]]:
     return [(directory, vllm.deploy(directory)) for directory in adapter_dirs]
 
-
-MANY = os.environ.get("GARNISH_TEST_DRAWS") == "many"
