@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from node_agent.vllm.worker_extension import HELD, Held
+from node_agent.vllm.worker_extension import ADAPTERS_METHOD, WorkerAdapters
 
 log = logging.getLogger("garnish.engine")
 
@@ -73,10 +73,10 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True)
-class AdaptersHeld:
-    """Answer to `Driver.ask_held`: the adapters of each of vLLM's workers."""
+class WorkerReports:
+    """Answer to `Driver.request_reports`: the adapters of each of vLLM's workers."""
 
-    workers: Sequence[Held]
+    workers: Sequence[WorkerAdapters]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class EngineDied:
     reason: str
 
 
-Output = NewTokens | RequestFailed | AdapterLoaded | AdaptersHeld | EngineDied
+Output = NewTokens | RequestFailed | AdapterLoaded | WorkerReports | EngineDied
 
 
 class AbortSent:
@@ -160,9 +160,9 @@ class Driver:
         """Frees an adapter's slot, before any later load."""
         self._call(self._orders.put_nowait, lambda: self._remove(number))
 
-    def ask_held(self) -> None:
-        """Asks vLLM's workers for their adapters, after all earlier loads and removals. `take` returns AdaptersHeld."""
-        self._call(self._orders.put_nowait, self._ask_held)
+    def request_reports(self) -> None:
+        """Asks the workers for their adapters, after all earlier loads and removals. `take` returns WorkerReports."""
+        self._call(self._orders.put_nowait, self._request_reports)
 
     def close(self) -> None:
         """Ends vLLM's processes and the thread. Returns after CLOSE_S at the latest."""
@@ -278,9 +278,9 @@ class Driver:
         except Exception as error:
             self._put(EngineDied(str(error)))
 
-    async def _ask_held(self) -> None:
+    async def _request_reports(self) -> None:
         try:
-            self._put(AdaptersHeld(await self._engine.result(0).collective_rpc(HELD)))
+            self._put(WorkerReports(await self._engine.result(0).collective_rpc(ADAPTERS_METHOD)))
         except Exception as error:
             self._put(EngineDied(str(error)))
 

@@ -22,12 +22,12 @@ from node_agent.states import RequestState
 from node_agent.vllm.driver import (
     AbortSent,
     AdapterLoaded,
-    AdaptersHeld,
     Driver,
     EngineDied,
     NewTokens,
     Output,
     RequestFailed,
+    WorkerReports,
 )
 from node_agent.vllm.sampling import top_of, vllm_parameters
 from node_agent.vllm.slots import SlotStore
@@ -151,7 +151,7 @@ class VllmEngine(EngineBase):
         match output:
             case AdapterLoaded(number=number, failure=failure):
                 self.store.record_load(number, failure)
-            case AdaptersHeld(workers=workers):
+            case WorkerReports(workers=workers):
                 self._watch.compare(workers)
             case EngineDied(reason=reason):
                 raise VllmDied(reason)

@@ -1,5 +1,5 @@
-"""Check at start that vLLM keeps the rows of a batch apart: the base model must compute the same beside adapters as
-alone."""
+"""Check at start that vLLM keeps the rows of a batch apart: the base model must compute the same in a batch with
+adapters as alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from node_agent.vllm.driver import AsyncEngine
-from node_agent.vllm.worker_extension import FILL, START
+from node_agent.vllm.worker_extension import FILL_METHOD, START_METHOD
 
 FIRST_NUMBER = 1 << 30
 """Number of the first adapter of the check. Adapters of requests have smaller ones."""
@@ -43,26 +43,26 @@ class CheckTypes(Protocol):
 
 
 async def check_rows(engine: AsyncEngine, types: CheckTypes, vocab_size: int, tolerance: float) -> None:
-    """Prepares vLLM's workers, and compares the base model alone with the base model beside two random adapters.
-    Raises RowsMixed."""
-    mended = await engine.collective_rpc(START)
+    """Prepares vLLM's workers, and compares the base model alone with the base model in a batch with two random
+    adapters. Raises RowsMixed."""
+    mended = await engine.collective_rpc(START_METHOD)
     check = _Check(engine, types, vocab_size)
     alone = await check.score("alone", None, NEW_TOKENS)
-    slots = (await engine.collective_rpc(FILL, args=(FIRST_NUMBER,)))[0]
+    slots = (await engine.collective_rpc(FILL_METHOD, args=(FIRST_NUMBER,)))[0]
     numbers = range(FIRST_NUMBER, FIRST_NUMBER + slots)
-    beside, others = await check.score_beside({numbers[0], numbers[-1]})
+    mixed, adapter_scores = await check.score_beside({numbers[0], numbers[-1]})
     for number in numbers:
         await engine.remove_lora(number)
-    found = difference(alone, beside)
-    weakest = min(difference(alone, other) for other in others)
+    shift = difference(alone, mixed)
+    weakest = min(difference(alone, scores) for scores in adapter_scores)
     log.info(
         "checked that vLLM keeps rows apart",
-        extra={"difference": found, "tolerance": tolerance, "adapters": weakest, "mended": any(mended)},
+        extra={"difference": shift, "tolerance": tolerance, "adapters": weakest, "mended": any(mended)},
     )
-    if found > tolerance:
+    if shift > tolerance:
         raise RowsMixed(
             "this vLLM gives the base model other tokens beside adapters than alone (its log probabilities differ by "
-            f"{found:.3g}, above {tolerance:g}): requests would get other requests' adapters; use another version of "
+            f"{shift:.3g}, above {tolerance:g}): requests would get other requests' adapters; use another version of "
             "vLLM (docs/operate/engines.md)"
         )
     if weakest <= tolerance:
@@ -81,7 +81,13 @@ class _Check:
         self, name: str, number: int | None, tokens: int, began: asyncio.Event | None = None
     ) -> list[tuple[int, dict[int, float]]]:
         """Returns the scores of one request. `began` is set at its first token."""
-        parameters = {"max_tokens": tokens, "temperature": 0.0, "logprobs": TOP, "ignore_eos": True, "detokenize": False}
+        parameters = {
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "logprobs": TOP,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
         adapter = None if number is None else self._types.adapter(f"garnish-check-{number}", number, Path("/none"))
         scores: list[tuple[int, dict[int, float]]] = []
         prompt = self._types.prompt(self._prompt, f"garnish-check-{name}")
@@ -113,14 +119,16 @@ class _Check:
                 task.cancel()
 
 
-def difference(one: Scores, other: Scores) -> float:
+def difference(first: Scores, second: Scores) -> float:
     """Returns the largest difference of a log probability, up to the first place with different tokens. Infinite if the
-    likeliest token of one is not among the likeliest ones of the other there."""
+    likeliest token of one is not among the likeliest tokens of the other there."""
     largest = 0.0
-    for (token, scores), (other_token, other_scores) in zip(one, other, strict=False):
-        if token not in other_scores or other_token not in scores:
+    for (token, scores), (second_token, second_scores) in zip(first, second, strict=False):
+        if token not in second_scores or second_token not in scores:
             return math.inf
-        largest = max(largest, *(abs(scores[each] - other_scores[each]) for each in scores.keys() & other_scores.keys()))
-        if token != other_token:
+        largest = max(
+            largest, *(abs(scores[each] - second_scores[each]) for each in scores.keys() & second_scores.keys())
+        )
+        if token != second_token:
             break
     return largest

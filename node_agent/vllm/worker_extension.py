@@ -9,16 +9,16 @@ from typing import Any, TypedDict
 from cluster.lifeline import die_with_parent
 
 NAME = "node_agent.vllm.worker_extension.WorkerExtension"
-START, HELD, FILL = "garnish_start", "garnish_held", "garnish_fill"
+START_METHOD, ADAPTERS_METHOD, FILL_METHOD = "garnish_start", "garnish_adapters", "garnish_fill"
 """Names of the methods."""
 MENDED = ("0.32.",)
 """Versions of vLLM whose LoRA functions for a CPU are replaced."""
 CHECK_RANK = 8
 STRENGTH = 2.0
-"""How strong the adapters of the check are. A row that used one by mistake must differ by far more than rounding."""
+"""Strength of the adapters of the check. A row that used one by mistake must differ by far more than rounding."""
 
 
-class Held(TypedDict):
+class WorkerAdapters(TypedDict):
     """Adapters of one worker, by their numbers."""
 
     slots: list[int]
@@ -37,11 +37,11 @@ class WorkerExtension:
         die_with_parent(os.getppid())
         return mend_lora()
 
-    def garnish_held(self) -> Held:
+    def garnish_adapters(self) -> WorkerAdapters:
         """Returns the adapters that this worker holds."""
         manager = self.model_runner.lora_manager._adapter_manager
         in_slots = [number for number in manager.lora_index_to_id if number is not None]
-        return Held(slots=sorted(in_slots), host=sorted(manager.list_adapters()))
+        return WorkerAdapters(slots=sorted(in_slots), host=sorted(manager.list_adapters()))
 
     def garnish_fill(self, first: int) -> int:
         """Fills all slots with random adapters, whose numbers begin at `first`. Returns the number of slots."""
@@ -49,7 +49,9 @@ class WorkerExtension:
 
         outer = self.model_runner.lora_manager
         manager, generator = outer._adapter_manager, torch.Generator().manual_seed(first)
-        adapter = manager.create_dummy_lora(first, min(CHECK_RANK, outer.lora_config.max_lora_rank), outer.embedding_modules)
+        adapter = manager.create_dummy_lora(
+            first, min(CHECK_RANK, outer.lora_config.max_lora_rank), outer.embedding_modules
+        )
         for layer in adapter.loras.values():
             for tensor in _tensors(layer.lora_a):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
@@ -81,6 +83,6 @@ def mend_lora() -> bool:
     return True
 
 
-def _tensors(found: Any) -> list[Any]:
+def _tensors(weights: Any) -> list[Any]:
     """Returns the tensors of a layer, which may be one, or several of which some are None."""
-    return [each for each in found if each is not None] if isinstance(found, list | tuple) else [found]
+    return [each for each in weights if each is not None] if isinstance(weights, list | tuple) else [weights]

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cluster.messages import Adapter
-from tests.support.peft_reference import PeftReference, draw_adapter, make_adapter
 from tests.support.environments import VLLM, VLLM_PYTHON
+from tests.support.peft_reference import PeftReference, draw_adapter, make_adapter
 from tests.vllm.vllm_process import VllmProcess
 
 LAYERS, VOCAB = 3, 512
@@ -85,4 +85,3 @@ def vllm(python: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def deployed(vllm: VllmProcess, adapter_dirs: list[Path]) -> list[tuple[Path, Adapter]]:
     return [(directory, vllm.deploy(directory)) for directory in adapter_dirs]
-

@@ -34,7 +34,9 @@ def assert_ended(vllm: VllmProcess, code: int = 1) -> None:
     assert vllm.gone or vllm.wait(lambda: vllm.gone) is None
 
 
-@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
+)
 def test_a_dead_or_stopped_process_of_vllm_ends_the_engine(
     make_vllm: MakeVllm, adapter_dirs: list[Path], victim: int, number: int
 ) -> None:

@@ -1,5 +1,5 @@
-"""The thread with vLLM's engine: the order of what it tells vLLM, and how it ends. The engine is played; the real one is
-in tests/vllm."""
+"""The thread with vLLM's engine: the order of what it tells vLLM, and how it ends. The engine is played; tests/vllm
+has the real one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 
 from node_agent.vllm.driver import (
     AdapterLoaded,
-    AdaptersHeld,
     AsyncEngine,
     Driver,
     EngineDied,
     NewTokens,
     Output,
     RequestFailed,
+    WorkerReports,
 )
-from node_agent.vllm.worker_extension import HELD
+from node_agent.vllm.worker_extension import ADAPTERS_METHOD
 
 SECONDS = 30.0
 
@@ -150,13 +150,13 @@ def test_loads_and_removals_keep_their_order(world: World) -> None:
     for number in range(3):
         world.driver.add_adapter(number, number)
         world.driver.remove_adapter(number)
-    world.driver.ask_held()
+    world.driver.request_reports()
     world.until(lambda: len(world.outputs) == 4)
     assert world.engine.told == [
         *((what, number) for number in range(3) for what in ("add", "remove")),
-        ("rpc", HELD),
+        ("rpc", ADAPTERS_METHOD),
     ]
-    assert world.outputs == [*(AdapterLoaded(n) for n in range(3)), AdaptersHeld([{"slots": [1], "host": [1]}])]
+    assert world.outputs == [*(AdapterLoaded(n) for n in range(3)), WorkerReports([{"slots": [1], "host": [1]}])]
 
 
 def test_a_load_that_fails_leaves_nothing_in_vllm(world: World) -> None:
@@ -167,14 +167,14 @@ def test_a_load_that_fails_leaves_nothing_in_vllm(world: World) -> None:
     assert world.engine.told == [("add", 4), ("remove", 4)]
 
 
-@pytest.mark.parametrize("call", [("add", 1), ("remove", 1), ("rpc", HELD), ("enter", "a"), ("abort", "a")])
+@pytest.mark.parametrize("call", [("add", 1), ("remove", 1), ("rpc", ADAPTERS_METHOD), ("enter", "a"), ("abort", "a")])
 def test_a_dead_engine_is_told(world: World, call: tuple[str, Any]) -> None:
     world.engine.failures[call] = EngineDeadError("gone")
     world.driver.generate("a", [1], None, None)
     world.until(lambda: ("enter", "a") in world.engine.told)
     world.driver.add_adapter(1, 1)
     world.driver.remove_adapter(1)
-    world.driver.ask_held()
+    world.driver.request_reports()
     world.driver.abort("a")
     world.until(lambda: EngineDied("gone") in world.outputs)
 

@@ -42,7 +42,10 @@ def test_a_folder_has_the_two_files_as_deployed(world: FolderWorld, monkeypatch:
     adapter = put_adapter(world.objects, 1)
     folder = world.loaded(adapter)
     config, weights = world.read(folder)
-    assert (hashlib.sha256(config).hexdigest(), hashlib.sha256(weights).hexdigest()) == (adapter.config, adapter.weights)
+    assert (hashlib.sha256(config).hexdigest(), hashlib.sha256(weights).hexdigest()) == (
+        adapter.config,
+        adapter.weights,
+    )
     assert folder.size == world.tier.used == len(config) + BYTES
     assert folder.fetched == 1.0
 

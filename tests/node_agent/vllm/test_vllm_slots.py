@@ -138,7 +138,9 @@ def test_a_slot_outlives_its_folder(tmp_path: Path) -> None:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["call", "call", "end", "load", "load", "fail", "place", "discard", "evict", "abandon", "poll"]),
+        st.sampled_from(
+            ["call", "call", "end", "load", "load", "fail", "place", "discard", "evict", "abandon", "poll"]
+        ),
         st.integers(0, ADAPTERS - 1),
     ),
     max_size=60,

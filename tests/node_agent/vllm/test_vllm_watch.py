@@ -12,7 +12,7 @@ import pytest
 
 from node_agent.vllm import watch
 from node_agent.vllm.watch import Watch
-from node_agent.vllm.worker_extension import Held
+from node_agent.vllm.worker_extension import WorkerAdapters
 from tests.node_agent.vllm.folder_world import SlotWorld, put_adapter
 
 ANSWER_S = 3.0
@@ -22,7 +22,7 @@ class PlayedDriver:
     def __init__(self) -> None:
         self.last_sign, self.asked = 0.0, 0
 
-    def ask_held(self) -> None:
+    def request_reports(self) -> None:
         self.asked += 1
 
 
@@ -81,13 +81,13 @@ def test_answers_end_the_wait_and_the_next_question_comes(world: SlotWorld, cloc
     for number in range(1, 4):
         assert not pass_time(found, clock, watch.CHECK_S + 1)
         assert driver.asked == number
-        found.compare([Held(slots=[], host=[])])
+        found.compare([WorkerAdapters(slots=[], host=[])])
 
 
 def test_differences_are_told_and_agreement_is_not(
     world: SlotWorld, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    good, bad, late = (put_adapter(world.objects, at) for at in range(3))
+    good, bad = (put_adapter(world.objects, at) for at in range(2))
     found = Watch(PlayedDriver(), world.store, ANSWER_S)  # type: ignore[arg-type]
     for adapter in (good, bad):
         world.acquire(adapter)
@@ -95,9 +95,9 @@ def test_differences_are_told_and_agreement_is_not(
     world.vllm.end_load(world.store)
     world.vllm.end_load(world.store, "it has a bias")  # after the question, before the answer
     with caplog.at_level(logging.ERROR):
-        found.compare([Held(slots=[1], host=[1])] * 2)
+        found.compare([WorkerAdapters(slots=[1], host=[1])] * 2)
         assert not caplog.records
         pass_time(found, clock, watch.CHECK_S + 1)
-        found.compare([Held(slots=[1], host=[1]), Held(slots=[1], host=[1, 7])])
+        found.compare([WorkerAdapters(slots=[1], host=[1]), WorkerAdapters(slots=[1], host=[1, 7])])
     (record,) = caplog.records
     assert record.__dict__["rank"] == 1 and record.__dict__["host"] == [1, 7] and record.__dict__["expected"] == [1]
