@@ -66,7 +66,7 @@ test-stall: install-dev demo-model
 	$(BIN)/python -m tests.stall
 
 test-long: install-dev demo-model
-	GARNISH_TEST_DRAWS=many $(BIN)/python -m pytest -m "slow or hypothesis" $(SHARED) --timeout 3600 $(PYTEST_ARGS)
+	GARNISH_TEST_DRAWS=many $(BIN)/python -m pytest -m "(slow or hypothesis) and not vllm" $(SHARED) --timeout 3600 $(PYTEST_ARGS)
 
 # The environment in which nodes drive vLLM (3.4 GB, a minute or two); a link to one that is there will do.
 .engines/vllm: install-dev

@@ -74,14 +74,14 @@ def make_vllm(python: Path, base: Path, tmp_path_factory: pytest.TempPathFactory
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vllm(python: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
-    """One process for a module's tests that leave it whole."""
+    """One process for the tests that leave it whole."""
     folder = tmp_path_factory.mktemp("node")
     with VllmProcess(python, base, folder / "registry", folder) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def deployed(vllm: VllmProcess, adapter_dirs: list[Path]) -> list[tuple[Path, Adapter]]:
     return [(directory, vllm.deploy(directory)) for directory in adapter_dirs]

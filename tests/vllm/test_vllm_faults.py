@@ -35,7 +35,13 @@ def assert_ended(vllm: VllmProcess, code: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
+    ("victim", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_dead_or_stopped_process_of_vllm_ends_the_engine(
     make_vllm: MakeVllm, adapter_dirs: list[Path], victim: int, number: int
@@ -51,6 +57,7 @@ def test_a_dead_or_stopped_process_of_vllm_ends_the_engine(
         assert not any(folder.exists() for folder in vllm.folders)
 
 
+@pytest.mark.slow
 def test_a_process_of_vllm_that_stands_still_is_found_while_idle(make_vllm: MakeVllm) -> None:
     with make_vllm(answer_s=ANSWER_S) as vllm:
         os.kill(core_and_worker(vllm)[1], signal.SIGSTOP)
