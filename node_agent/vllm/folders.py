@@ -72,6 +72,8 @@ class Folder:
     """tenant for whom it is loaded; empty for no tenant"""
     holds: int = 0
     """number of loads into a slot that read the folder"""
+    busy: bool = False
+    """whether a loader thread reads or writes its files"""
     failure: LoadFailed | None = None
     size: int = 0
     """bytes of both files; 0 until they are known"""
@@ -174,6 +176,12 @@ class FolderTier:
         self._folders.move_to_end(adapter.digest)
         return folder
 
+    def record_call(self, digest: str) -> None:
+        """Records a request's use of the adapter."""
+        self.eviction.record_call(digest)
+        if digest in self._folders:
+            self._folders.move_to_end(digest)
+
     def drop(self, digest: str) -> None:
         """Removes the adapter, if it is there. Its files go once nothing uses them."""
         folder = self._folders.pop(digest, None)
@@ -199,7 +207,9 @@ class FolderTier:
                     self.drop(folder.digest)
         waiting = [folder for folder in self._folders.values() if folder.state is FolderState.WAITING]
         for folder in sorted(waiting, key=lambda each: each.priority):
-            if folder.size > self.memory or not self._make_room(folder):
+            if folder.size > self.memory:
+                continue  # `SlotStore` refuses it
+            if not self._make_room(folder):
                 break
             with self.threads.changed:
                 folder.state = FolderState.FETCHING
@@ -209,7 +219,7 @@ class FolderTier:
     def used(self) -> int:
         """Returns the bytes of all folders, including those that are being filled or removed."""
         folders = [*self._folders.values(), *self._leaving]
-        return sum(each.size for each in folders if each.state in (FolderState.FETCHING, FolderState.COMPLETE))
+        return sum(each.size for each in folders if each.read or each.state is FolderState.FETCHING)
 
     def close(self) -> None:
         self.threads.close(wait=True)
@@ -252,10 +262,10 @@ class FolderTier:
 
     def _remove(self, folder: Folder) -> bool:
         """Removes the files of a dropped folder. Returns False while they are in use."""
-        if folder.holds or folder.state not in ENDED:
+        if folder.holds or folder.busy or folder.state not in ENDED:
             return False
         shutil.rmtree(folder.path, ignore_errors=True)
-        folder.size = 0
+        folder.size = folder.read = 0
         return True
 
 
@@ -266,18 +276,17 @@ class FetchJob:
         self, folder: Folder, store: ObjectStore, threads: LoaderThreads, on_change: Callable[[], None]
     ) -> None:
         self.load, self._store, self._threads, self._on_change = folder, store, threads, on_change
-        self._running = False
         self._weights_bytes = 0
         self._sha256 = hashlib.sha256()
 
     @property
     def over(self) -> bool:
-        return not self._running and self.load.state in ENDED
+        return not self.load.busy and self.load.state in ENDED
 
     def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:  # noqa: ARG002 - as Job.take
-        if self._running or is_blocked or self.load.state not in (FolderState.MEASURING, FolderState.FETCHING):
+        if self.load.busy or is_blocked or self.load.state not in (FolderState.MEASURING, FolderState.FETCHING):
             return None
-        self._running = True
+        self.load.busy = True
         return self._measure if self.load.state is FolderState.MEASURING else self._fetch
 
     def wake_at(self) -> float | None:
@@ -298,7 +307,7 @@ class FetchJob:
         except (AdapterError, OSError) as error:
             failure = LoadFailed(str(error))
         with self._threads.changed:
-            self._running = False
+            self.load.busy = False
             if self.load.state not in ENDED:  # otherwise it was abandoned meanwhile
                 if failure is not None:
                     self.load.failure, self.load.state = failure, FolderState.FAILED

@@ -5,13 +5,20 @@ node's own."""
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from cluster.lifeline import die_with_parent
+
+if __name__ == "__mp_main__":
+    die_with_parent(os.getppid())  # this is a process of vLLM, which ends with the process that started it
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_store
@@ -19,7 +26,8 @@ from cluster.logs import set_up_logging
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
-from node_agent.child import die_with_parent, read_config
+from node_agent.child import read_config
+from node_agent.collector import end
 from node_agent.config import EngineConfig, EngineProcessConfig
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
@@ -30,6 +38,7 @@ from node_agent.vllm.arguments import engine_arguments
 from node_agent.vllm.driver import AsyncEngine, Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
 from node_agent.vllm.folders import FolderTier
+from node_agent.vllm.self_check import TOLERANCES, check_rows
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
 
 START_S = 900.0
@@ -71,15 +80,37 @@ def start_vllm(arguments: dict[str, Any]) -> AsyncEngine:
     return engine
 
 
+def settings_of(engine: AsyncEngine) -> Any:
+    """Returns vLLM's settings, as it completed them."""
+    return engine.vllm_config  # type: ignore[attr-defined]
+
+
+def dtype_of(settings: Any) -> str:
+    return str(settings.model_config.dtype).removeprefix("torch.")
+
+
+async def check_start(types: Types, engine: AsyncEngine) -> None:
+    """Raises RowsMixed if vLLM does not keep the rows of a batch apart."""
+    settings = settings_of(engine)
+    await check_rows(engine, types, settings.model_config.get_vocab_size(), TOLERANCES[dtype_of(settings)])
+
+
+def kill_vllm() -> None:
+    """Kills the processes that vLLM has started here. Theirs end with them."""
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
 def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
     """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
     settings."""
     arguments = engine_arguments(config)
     base = load_base_model(Path(config.model_dir), config.base_id)
-    driver = Driver(lambda: start_vllm(arguments), wake.set)
-    settings = driver.wait(START_S).vllm_config  # type: ignore[attr-defined]
-    dtype = str(settings.model_config.dtype).removeprefix("torch.")
-    types, demand, policy = Types(), Demand(), POLICIES[config.eviction]
+    types = Types()
+    driver = Driver(partial(start_vllm, arguments), wake.set, partial(check_start, types))
+    settings = settings_of(driver.wait(START_S))
+    dtype = dtype_of(settings)
+    demand, policy = Demand(), POLICIES[config.eviction]
     hosts = FolderTier(open_store(config.registry), config.host_memory, policy(demand), wake.set)
     limits = SlotLimits(
         count=settings.lora_config.max_loras,
@@ -110,6 +141,7 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
         end_token_ids(Path(config.model_dir)),
         driver,
         types,
+        config.vllm.answer_s,
     )
     ready = Ready(
         base=base.fingerprint,
@@ -147,11 +179,13 @@ def main() -> int:
         wake.set()
 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
     try:
         engine, ready = build_engine(config.engine, wake)
     except Exception as error:  # any error: the log's last error is shown as the reason why the node can't start
         extra = {"reason": str(error) or type(error).__name__, "permanent": isinstance(error, ValueError)}
         log.error("engine can't start", extra=extra, exc_info=not isinstance(error, (ValueError, OSError)))
+        kill_vllm()
         return 1
     signal.signal(signal.SIGTERM, request_stop)  # vLLM sets handlers of its own while it starts
     signal.signal(signal.SIGINT, request_stop)
@@ -160,11 +194,13 @@ def main() -> int:
         Loop(engine, ready, wake, lambda: stop_requested).run(config.socket, config.heartbeat)
     except VllmDied as error:
         log.error("vLLM has ended", extra={"reason": str(error)})
+        kill_vllm()  # a process that stands still would not end by itself
         return 1
     finally:
         engine.close()
+        kill_vllm()
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end(main())  # at once: threads of vLLM may stand still

@@ -134,6 +134,7 @@ class SlotStore:
         slot.folder.leased = True
         self.demand.record_call(adapter.digest, time.monotonic())
         self._eviction.record_call(adapter.digest)
+        self.hosts.record_call(adapter.digest)
         self.device.move_to_end(adapter.digest)
         return Lease(adapter.digest, slot.index, slot.ranks)
 
@@ -154,9 +155,9 @@ class SlotStore:
     def failure(self, lease: Lease) -> LoadFailed | None:
         return self.device[lease.digest].failure
 
-    def source(self, lease: Lease) -> str:
-        slot = self.device[lease.digest]
-        return "host" if slot.folder.arrived < slot.began else "absent"
+    def source(self, lease: Lease) -> str:  # noqa: ARG002
+        """Returns the tier that a leased adapter is loaded from: a slot is filled from host memory."""
+        return "host"
 
     def slot(self, lease: Lease) -> Slot:
         """Returns the leased adapter's slot."""
@@ -270,6 +271,10 @@ class SlotStore:
                 self._evict(slot)
         else:
             slot.ready = True
+
+    def placed(self) -> list[Slot]:
+        """Returns the slots that are in use, or being filled, now."""
+        return list(self.device.values())
 
     def close(self) -> None:
         self.hosts.close()

@@ -1,0 +1,134 @@
+"""Check at start that vLLM keeps the rows of a batch apart: the base model must compute the same in a batch with
+adapters as alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from node_agent.vllm.driver import AsyncEngine
+from node_agent.vllm.worker_extension import FILL_METHOD, START_METHOD
+
+FIRST_NUMBER = 1 << 30
+"""Number of the first adapter of the check. Adapters of requests have smaller ones."""
+PROMPT_TOKENS, NEW_TOKENS = 12, 6
+BESIDE_TOKENS = 64
+"""Tokens of the adapters' requests: enough for them to run as long as the base model's request."""
+TOP = 5
+TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
+"""Largest difference of a log probability that rounding causes, by data type."""
+
+Scores = Sequence[tuple[int, Mapping[int, float]]]
+"""Each generated token, and the log probabilities of the likeliest tokens at its place."""
+
+log = logging.getLogger("garnish.engine")
+
+
+class RowsMixed(ValueError):
+    """Error: vLLM gives rows of a batch what belongs to other rows."""
+
+
+class CheckTypes(Protocol):
+    """Constructors of vLLM's types (node_agent.vllm.engine.VllmTypes)."""
+
+    def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any: ...
+
+    def adapter(self, digest: str, number: int, folder: Path) -> Any: ...
+
+    def prompt(self, token_ids: Sequence[int], salt: str) -> Any: ...
+
+
+async def check_rows(engine: AsyncEngine, types: CheckTypes, vocab_size: int, tolerance: float) -> None:
+    """Prepares vLLM's workers, and compares the base model alone with the base model in a batch with two random
+    adapters. Raises RowsMixed."""
+    mended = await engine.collective_rpc(START_METHOD)
+    check = _Check(engine, types, vocab_size)
+    alone = await check.score("alone", None, NEW_TOKENS)
+    slots = (await engine.collective_rpc(FILL_METHOD, args=(FIRST_NUMBER,)))[0]
+    numbers = range(FIRST_NUMBER, FIRST_NUMBER + slots)
+    mixed, adapter_scores = await check.score_beside({numbers[0], numbers[-1]})
+    for number in numbers:
+        await engine.remove_lora(number)
+    shift = difference(alone, mixed)
+    weakest = min(difference(alone, scores) for scores in adapter_scores)
+    log.info(
+        "checked that vLLM keeps rows apart",
+        extra={"difference": shift, "tolerance": tolerance, "adapters": weakest, "mended": any(mended)},
+    )
+    if shift > tolerance:
+        raise RowsMixed(
+            "this vLLM gives the base model other tokens beside adapters than alone (its log probabilities differ by "
+            f"{shift:.3g}, above {tolerance:g}): requests would get other requests' adapters; use another version of "
+            "vLLM (docs/operate/engines.md)"
+        )
+    if weakest <= tolerance:
+        raise RowsMixed(
+            "this vLLM computes the base model's tokens for requests with an adapter; use another version of vLLM "
+            "(docs/operate/engines.md)"
+        )
+
+
+class _Check:
+    def __init__(self, engine: AsyncEngine, types: CheckTypes, vocab_size: int) -> None:
+        self._engine, self._types = engine, types
+        self._prompt = [(11 + 37 * at) % vocab_size for at in range(PROMPT_TOKENS)]
+
+    async def score(
+        self, name: str, number: int | None, tokens: int, began: asyncio.Event | None = None
+    ) -> list[tuple[int, dict[int, float]]]:
+        """Returns the scores of one request. `began` is set at its first token."""
+        parameters = {
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "logprobs": TOP,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        adapter = None if number is None else self._types.adapter(f"garnish-check-{number}", number, Path("/none"))
+        scores: list[tuple[int, dict[int, float]]] = []
+        prompt = self._types.prompt(self._prompt, f"garnish-check-{name}")
+        async for output in self._engine.generate(
+            prompt, self._types.parameters(parameters, ()), f"garnish-check-{name}", lora_request=adapter
+        ):
+            (only,) = output.outputs
+            for token, tops in zip(only.token_ids, only.logprobs, strict=True):
+                scores.append((token, {each: entry.logprob for each, entry in tops.items()}))
+            if began is not None:
+                began.set()
+        return scores
+
+    async def score_beside(self, numbers: set[int]) -> tuple[Scores, list[Scores]]:
+        """Returns the base model's scores while requests of these adapters run, and those requests' own."""
+        began = {number: asyncio.Event() for number in numbers}
+        tasks = [
+            asyncio.create_task(self.score(f"beside-{number}", number, BESIDE_TOKENS, began[number]))
+            for number in numbers
+        ]
+        waits = [asyncio.create_task(event.wait()) for event in began.values()]
+        try:
+            for wait in waits:  # or until a request has failed
+                await asyncio.wait([wait, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            base = await self.score("beside", None, NEW_TOKENS)
+            return base, list(await asyncio.gather(*tasks))
+        finally:
+            for task in [*waits, *tasks]:
+                task.cancel()
+
+
+def difference(first: Scores, second: Scores) -> float:
+    """Returns the largest difference of a log probability, up to the first place with different tokens. Infinite if the
+    likeliest token of one is not among the likeliest tokens of the other there."""
+    largest = 0.0
+    for (token, scores), (second_token, second_scores) in zip(first, second, strict=False):
+        if token not in second_scores or second_token not in scores:
+            return math.inf
+        largest = max(
+            largest, *(abs(scores[each] - second_scores[each]) for each in scores.keys() & second_scores.keys())
+        )
+        if token != second_token:
+            break
+    return largest
