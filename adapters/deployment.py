@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from adapters.choices import Resolved
 from adapters.functions import Manifest
 
 if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
@@ -54,6 +55,8 @@ class Staged:
     layout: LoraLayout
     manifest: Manifest | None
     """Manifest of the new version, whose number is taken; None when the function already lists the adapter."""
+    version: Resolved
+    """The version as nodes load it."""
 
 
 def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from adapters.functions import ITEM_BYTES
-from cluster.messages import Adapter
 from gateway.http.routing import BOOLEAN, parameter
 from gateway.residency.messages import WARM_SECONDS, Version, WarmOrder
 
 if TYPE_CHECKING:
-    from adapters.deployment import Deployment
     from gateway.residency.warming import Warming
 
 WARM = parameter(
@@ -28,16 +25,10 @@ async def warm_targets(warming: Warming, tenant: str, name: str, versions: Itera
     return await _warmed(warming, WarmOrder(tenant, name, targets))
 
 
-async def warm_staged(warming: Warming, base: str, tenant: str, staged: Deployment) -> list[str]:
-    """Waits until a version that is stored, but not yet listed, is warm on a node. Returns warnings about what failed.
-
-    `base`: fingerprint of the base model.
-    """
-    from adapters.artifact import artifact_key  # it imports numpy, which clients of this module don't need
-
-    key, itemsize = artifact_key(base, staged.digest), ITEM_BYTES[staged.dtype]
-    adapter = Adapter(staged.digest, key, staged.bytes, staged.ranks, itemsize)
-    return await _warmed(warming, WarmOrder(tenant, staged.function, [Version(staged.version or 0, adapter)]))
+async def warm_staged(warming: Warming, tenant: str, name: str, staged: Version) -> list[str]:
+    """Waits until a version that is stored, but not yet listed, is warm on a node. Returns warnings about what
+    failed."""
+    return await _warmed(warming, WarmOrder(tenant, name, [staged]))
 
 
 async def _warmed(warming: Warming, order: WarmOrder) -> list[str]:

@@ -17,6 +17,7 @@ from adapters.function_changes import check_options
 from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
 from cluster.errors import ServiceError
+from gateway.catalog.functions import adapter_of
 from gateway.catalog.source_copy import allowed_place, copied_source
 from gateway.groups import Catalog
 from gateway.http.bodies import media_type, read_message
@@ -25,6 +26,7 @@ from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_PATTERN, Routes, parameter
+from gateway.residency.messages import Version
 from gateway.residency.warm_on_deploy import WARM, warm_staged
 
 if TYPE_CHECKING:
@@ -132,7 +134,8 @@ async def _store(
         async with catalog.deploys.store(tenant):
             staged = await catalog.threads.write(registry.stage, tenant, name, upload)
         # No slot is held during the wait.
-        problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.deployment)
+        version = Version(staged.version.version, adapter_of(staged.version))
+        problems += await warm_staged(catalog.warming, tenant, name, version)
     async with catalog.deploys.store(tenant):
         memory = await catalog.residency.provisionable()
         deployment = await catalog.functions.change(registry.deploy, tenant, name, upload, staged, memory)

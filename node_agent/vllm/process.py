@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from adapters.base_model import BaseModel, load_base_model
+from adapters.base_manifest import find_base
+from adapters.base_model import BaseModel
 from adapters.open_store import open_store
 from cluster.logs import set_up_logging
 from cluster.text import end_token_ids
@@ -75,12 +76,13 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
     """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
     settings."""
     arguments = engine_arguments(config)
-    base = load_base_model(Path(config.model_dir), config.base_id)
+    registry = open_store(config.registry)
+    base = find_base(Path(config.model_dir), config.base_id, registry)
     driver = Driver(lambda: start_vllm(arguments), wake.set)
     settings = driver.wait(START_S).vllm_config  # type: ignore[attr-defined]
     dtype = str(settings.model_config.dtype).removeprefix("torch.")
     types, demand, policy = Types(), Demand(), POLICIES[config.eviction]
-    hosts = FolderTier(open_store(config.registry), config.host_memory, policy(demand), wake.set)
+    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set)
     limits = SlotLimits(
         count=settings.lora_config.max_loras,
         max_rank=settings.lora_config.max_lora_rank,
@@ -129,8 +131,8 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
 
 
 def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
-    """Returns the bytes that vLLM reserves for one slot: both matrices of each projection, at the maximum rank."""
-    return base.num_layers * sum(d_in + d_out for d_in, d_out in base.widths) * max_rank * itemsize
+    """Returns the bytes that vLLM reserves for one slot: both matrices of each module, at the maximum rank."""
+    return sum(sum(module.widths) for module in base.modules.adaptable.values()) * max_rank * itemsize
 
 
 def main() -> int:
