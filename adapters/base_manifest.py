@@ -1,6 +1,6 @@
 """Manifest of a base model: what deploys and the gateway need to know of it, without its weights and without torch.
 
-It is made by node_agent.base_inspection, and stored beside the adapters, under the base's fingerprint. Only bases of
+It is made by node_agent.base_inspection, and stored in the registry, under the base's fingerprint. Only bases of
 other families than those of our own engine need one.
 """
 
@@ -94,7 +94,7 @@ def find_base(directory: Path, model_id: str, store: ObjectStore) -> BaseModel:
 def base_from_manifest(manifest: BaseManifest, model_id: str) -> BaseModel:
     """Returns the base model that a manifest describes. Raises UnsupportedBase when no adapter can change it."""
     base = manifest.base
-    found = BaseModel(
+    model = BaseModel(
         id=model_id,
         fingerprint=manifest.fingerprint,
         model_type=base.model_type,
@@ -105,10 +105,10 @@ def base_from_manifest(manifest: BaseManifest, model_id: str) -> BaseModel:
         widths=(),
         foreign=ForeignModules(base.modules, base.output, base.decoder),
     )
-    if not found.modules.adaptable:
+    if not model.modules.adaptable:
         linear = sum(module.kind == LINEAR for module in base.modules)
         raise UnsupportedBase(
             f"{base.architecture}: no adapter can change it: none of its {linear} linear modules is one of the "
             f"language model's, in `{base.decoder}`, outside a mixture of experts"
         )
-    return found
+    return model

@@ -134,11 +134,11 @@ def family_modules(
     head = Module("lm_head", LINEAR, {"weight": (vocab, hidden)})
     modules = [Module("model"), Module("model.embed_tokens", EMBEDDING, {"weight": (vocab, hidden)})]
     modules += [Module("model.layers"), Module("model.norm"), Module("model.rotary_emb"), head]
-    others = (*family.layer_norms, *family.head_norms, *family.other_modules)
+    inner_modules = (*family.layer_norms, *family.head_norms, *family.other_modules)
     for layer in range(num_layers):
         inside = f"model.layers.{layer}"
         modules.append(Module(inside))
         for path, (d_in, d_out) in zip(family.projections, widths, strict=True):
             modules.append(Module(f"{inside}.{path}", LINEAR, {"weight": (d_out, d_in)}))
-        modules += [Module(f"{inside}.{path}") for path in others]
+        modules += [Module(f"{inside}.{path}") for path in inner_modules]
     return Modules(modules, head.name, "model")

@@ -58,16 +58,16 @@ def inspect_base(directory: Path) -> InspectedBase:
 
 def _architecture(config: Any, transformers: Any) -> Any:
     """Returns the class that config.json names. Raises NotInspected unless it generates text."""
-    named = list(config.architectures or ())
-    found = getattr(transformers, named[0], None) if named else None
-    if found is None:
+    names = list(config.architectures or ())
+    architecture = getattr(transformers, names[0], None) if names else None
+    if architecture is None:
         reason = (
-            f"config.json names the architectures {named}; transformers {transformers.__version__} has no such class"
+            f"config.json names the architectures {names}; transformers {transformers.__version__} has no such class"
         )
         raise NotInspected(reason)
-    if not found.can_generate():
-        raise NotInspected(f"config.json names {named[0]}, which generates no text")
-    return found
+    if not architecture.can_generate():
+        raise NotInspected(f"config.json names {names[0]}, which generates no text")
+    return architecture
 
 
 def _decoder(model: Any) -> Any:
