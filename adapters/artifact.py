@@ -10,6 +10,7 @@ projections has a block of size 0.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from adapters.base_model import BaseModel
+from adapters.blobs import blob_key
 from adapters.errors import CorruptArtifact, NotFound
 from adapters.functions import ITEM_BYTES
+from adapters.modules import place_of
 from adapters.peft_format import TensorRef, read_tensor
 from adapters.store import ObjectStore, RangeReader
 from adapters.validate import DTYPES, LoraLayout, LoraPair
@@ -33,6 +36,10 @@ MAX_HEADER_BYTES = 64 << 20
 READ_BYTES = 8 << 20
 FIRST_READ = 64 << 10
 """Size of the first ranged get in bytes, enough for the complete header of most adapters."""
+
+
+PlacedPair = tuple[int, LoraPair]
+"""Index of a projection in PROJECTIONS, and its LoRA matrices."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -79,7 +86,7 @@ def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path
     header = _planned_header(layout, base)
     blocks = []
     with out.open("wb") as stream:
-        for block, pairs in zip(header.layers, layout.layers, strict=True):
+        for block, pairs in zip(header.layers, _by_layer(layout, base), strict=True):
             sha256 = _write_block(stream, block, pairs, layout.dtype, weights)
             blocks.append(msgspec.structs.replace(block, sha256=sha256))
         header = msgspec.structs.replace(header, layers=tuple(blocks))
@@ -142,6 +149,17 @@ def stored_sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
     return sha256.hexdigest()
 
 
+def blob_problem(store: ObjectStore, sha256: str) -> str:
+    """Reads a complete original file, and returns its problem; "" if it is intact."""
+    info = store.head(blob_key(sha256))
+    if info is None:
+        return "is missing"
+    try:
+        return "" if stored_sha256(store, info.key, 0, info.size) == sha256 else "differs from what was written"
+    except NotFound:
+        return "is missing"
+
+
 def _check_header(header: ArtifactHeader, data_start: int) -> None:
     """Raises CorruptArtifact unless version, dtype and layer bounds are valid. Nothing else needs a check: hashes
     protect the header (ranks, scales, offsets) and the layers."""
@@ -161,8 +179,8 @@ def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
     while True:
         end = start
         blocks = []
-        for pairs in layout.layers:
-            block = _planned_block(pairs, end, base, ITEM_BYTES[layout.dtype])
+        for pairs in _by_layer(layout, base):
+            block = _planned_block(pairs, end, ITEM_BYTES[layout.dtype])
             blocks.append(block)
             end += block.size
         header = ArtifactHeader(FORMAT_VERSION, layout.digest, base.fingerprint, layout.dtype, tuple(blocks))
@@ -172,12 +190,23 @@ def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
         start = needed  # larger offsets may need more digits, so plan again
 
 
-def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, item: int) -> LayerBlock:
+def _by_layer(layout: LoraLayout, base: BaseModel) -> Sequence[Sequence[PlacedPair]]:
+    """Returns the pairs of each layer of the base, in the order of PROJECTIONS, with their projections' indices."""
+    layers: list[list[PlacedPair]] = [[] for _ in range(base.num_layers)]
+    for pair in layout.pairs:
+        place = place_of(pair.module)
+        if place is None:
+            raise ValueError(f"{pair.module} is none of the projections that our own engine serves")
+        layers[place[0]].append((place[1], pair))
+    return [sorted(pairs, key=lambda placed: placed[0]) for pairs in layers]
+
+
+def _planned_block(pairs: Sequence[PlacedPair], offset: int, item: int) -> LayerBlock:
     placed, size = [], 0
-    for pair in pairs:
-        d_in, d_out = base.widths[pair.projection]
+    for projection, pair in pairs:
+        d_in, d_out = pair.a.shape[1], pair.b.shape[0]
         b_offset = size + _aligned(pair.rank * d_in * item)
-        placed.append(Pair(pair.projection, pair.rank, pair.scale, a_offset=size, b_offset=b_offset))
+        placed.append(Pair(projection, pair.rank, pair.scale, a_offset=size, b_offset=b_offset))
         size = b_offset + _aligned(pair.rank * d_out * item)
     return LayerBlock(offset=offset, size=size, sha256="0" * 64, pairs=tuple(placed))
 
@@ -188,11 +217,11 @@ def encode_header(header: ArtifactHeader) -> bytes:
     return MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
 
 
-def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...], dtype: str, weights: Path) -> str:
+def _write_block(stream: BinaryIO, block: LayerBlock, pairs: Sequence[PlacedPair], dtype: str, weights: Path) -> str:
     """Writes one layer's tensors at their offsets, and returns the SHA-256 (hex) of the block."""
     sha256 = hashlib.sha256()
     stream.seek(block.offset)
-    for pair in pairs:
+    for _, pair in pairs:
         for ref, transposed in ((pair.a, False), (pair.b, True)):
             data = _rows(weights, ref, dtype, transposed)
             data += bytes(-len(data) % ALIGN)

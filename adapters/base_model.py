@@ -12,13 +12,27 @@ from typing import Any
 import msgspec
 
 from adapters.model_families import FAMILIES, ModelFamily
-
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Names of the projections. Every table with a dimension of 7 is in this order."""
+from adapters.modules import PROJECTIONS as PROJECTIONS
+from adapters.modules import Module, Modules, family_modules
+from adapters.peft_config import MAX_RANK
 
 
 class UnsupportedBase(ValueError):
     """The directory does not contain a base model that Garnish can serve."""
+
+
+class OtherFamily(UnsupportedBase):
+    """The base model is of no family that Garnish's own engine serves."""
+
+
+class ForeignModules(msgspec.Struct, frozen=True):
+    """Modules of a base model that only vLLM serves, from its manifest (adapters.base_manifest)."""
+
+    modules: tuple[Module, ...]
+    output: str
+    """Name of the module that computes the logits."""
+    decoder: str
+    """Name of the language model's stack of layers."""
 
 
 class BaseModel(msgspec.Struct, frozen=True):
@@ -34,7 +48,28 @@ class BaseModel(msgspec.Struct, frozen=True):
     vocab_size: int
     max_context: int
     widths: tuple[tuple[int, int], ...]
-    """Pairs (d_in, d_out) of the projections, in the order of PROJECTIONS."""
+    """Pairs (d_in, d_out) of the projections, in the order of PROJECTIONS; empty if only vLLM serves the base."""
+    foreign: ForeignModules | None = None
+    """Modules of a base that only vLLM serves; None: those of its family."""
+    max_rank: int = MAX_RANK
+    """Maximum rank of its adapters."""
+
+    @property
+    def has_artifacts(self) -> bool:
+        """Returns whether our own engine serves the base. Its adapters then have serving artifacts."""
+        return self.foreign is None
+
+    @property
+    def default_targets(self) -> tuple[str, ...]:
+        """Projections that PEFT adapts when a config names none; empty: the config must name some."""
+        return self.family.default_targets if self.foreign is None else ()
+
+    @property
+    def modules(self) -> Modules:
+        """All modules of the base model."""
+        if self.foreign is not None:
+            return Modules(self.foreign.modules, self.foreign.output, self.foreign.decoder)
+        return family_modules(self.family, self.num_layers, self.hidden_size, self.vocab_size, self.widths)
 
     @property
     def family(self) -> ModelFamily:
@@ -51,7 +86,8 @@ def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
     """Returns the properties of the base model in `directory`, from its config.json and a fingerprint of its files.
 
     Hashing the weights is slow, so the fingerprint is cached in the directory; names, sizes and times of the files
-    validate it. Raises UnsupportedBase when a file is missing or the architecture is not served.
+    validate it. Raises UnsupportedBase when a file is missing, and OtherFamily when our own engine does not serve the
+    architecture.
     """
     config_file = directory / "config.json"
     try:
@@ -60,7 +96,10 @@ def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
         raise UnsupportedBase(f"{config_file}: not a readable config.json ({error})") from error
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise UnsupportedBase(f"{config_file}: model_type {model_type!r} is not served; served: {', '.join(FAMILIES)}")
+        raise OtherFamily(
+            f"{config_file}: Garnish's own engine does not serve model_type {model_type!r}; it serves "
+            f"{', '.join(FAMILIES)}. vLLM may serve it: set node.engine: vllm in the service file"
+        )
     return BaseModel(
         id=model_id or directory.resolve().name,
         fingerprint=fingerprint(directory),

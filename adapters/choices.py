@@ -17,6 +17,7 @@ class Resolved(msgspec.Struct, frozen=True):
     version: int
     digest: str
     artifact_key: str
+    """Key of the serving artifact; "" if only vLLM serves the base, from the original files."""
     ranks: tuple[int, ...]
     bytes: int
     policy: Policy

@@ -1,5 +1,7 @@
 """Immutable content in the store: original adapter files by their hash, and serving artifacts by their digest.
 
+A base that only vLLM serves has no artifacts: its nodes read the original files.
+
 Content that no manifest names, for instance because a deploy died, may be removed once it is 24 h old. A deploy
 therefore rewrites content that is 12 h old or more.
 """
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.artifact import READ_BYTES, artifact_key, artifact_problem, write_artifact
+from adapters.artifact import READ_BYTES, artifact_key, artifact_problem, blob_problem, write_artifact
 from adapters.base_model import BaseModel
 from adapters.blobs import blob_key
 from adapters.errors import Conflict, CorruptArtifact, InvalidAdapter, NotFound
@@ -28,6 +30,8 @@ Inspect = Callable[[bytes, Path], Inspection]
 """Function that inspects a config and a weights file. It raises InvalidAdapter, TooLarge or InspectionBusy."""
 Unmakeable = InvalidAdapter | CorruptArtifact
 REWRITE_SECONDS = 12 * 3600.0
+MAX_FITTING = 100_000
+"""Maximum number of remembered adapters that fit a base without artifacts."""
 MAX_FAILURES = 1000
 """Maximum number of remembered failures to build artifacts."""
 DAMAGED_SECONDS = 30.0
@@ -59,18 +63,38 @@ class Contents:
         self._inspect = inspect
         self._failures: dict[str, Failure] = {}
         """Failures by digest."""
+        self._fitting = set[str]()
+        """Digests of adapters that fit a base without artifacts."""
 
     def put_files(self, layout: LoraLayout, config: bytes, weights: Path) -> None:
-        """Stores both original files and the artifact, except those that exist and are younger than REWRITE_SECONDS."""
+        """Stores both original files, and the artifact if the base has them, except those that exist and are younger
+        than REWRITE_SECONDS."""
         self._put(blob_key(hashlib.sha256(config).hexdigest()), config)
         self._put(blob_key(layout.weights_sha256), weights)
-        if not self._is_young(artifact_key(self.base.fingerprint, layout.digest)):
+        if self.base.has_artifacts and not self._is_young(artifact_key(self.base.fingerprint, layout.digest)):
             self.put_artifact(layout, weights)
+        self._record_success(layout.digest)
 
     def keys(self, layout: LoraLayout, config: bytes) -> Sequence[str]:
-        """Returns the keys of the objects that `put_files` stores: both original files and the artifact."""
+        """Returns the keys of the objects that `put_files` stores."""
         blobs = blob_key(hashlib.sha256(config).hexdigest()), blob_key(layout.weights_sha256)
-        return *blobs, artifact_key(self.base.fingerprint, layout.digest)
+        return (*blobs, artifact_key(self.base.fingerprint, layout.digest)) if self.base.has_artifacts else blobs
+
+    def repair(self, layout: LoraLayout, config: bytes, weights: Path) -> None:
+        """Stores what nodes load of a deployed adapter again, if it is missing or damaged: the artifact, or the
+        original files if the base has none."""
+        if self.base.has_artifacts:
+            if self.artifact_problem(layout.digest):
+                self.put_artifact(layout, weights)
+            return
+        files: tuple[tuple[str, bytes | Path], ...] = (
+            (hashlib.sha256(config).hexdigest(), config),
+            (layout.weights_sha256, weights),
+        )
+        for sha256, data in files:
+            if blob_problem(self.store, sha256):
+                self._write(blob_key(sha256), data)
+        self._record_success(layout.digest)
 
     def put_artifact(self, layout: LoraLayout, weights: Path) -> None:
         """Builds and stores the artifact, replacing an existing one."""
@@ -80,23 +104,24 @@ class Contents:
             self._write(artifact_key(self.base.fingerprint, layout.digest), out)
         self._failures.pop(layout.digest, None)
 
-    def has_artifact(self, digest: str) -> bool:
-        """Returns whether an artifact for the current base is stored; does not check its content."""
-        return self._written(digest) is not None
+    def is_ready(self, digest: str) -> bool:
+        """Returns whether an adapter of another base can be loaded for the current one: an artifact for it is stored
+        (its content is not checked), or the adapter was found to fit, if the base has no artifacts."""
+        return self._written(digest) is not None if self.base.has_artifacts else digest in self._fitting
 
     def artifact_problem(self, digest: str) -> str:
         """Reads the complete artifact, and returns its problem; empty if it is intact."""
         return artifact_problem(self.store, self.base.fingerprint, digest)
 
     def ensure_artifact(self, manifest: Manifest) -> str:
-        """Builds the artifact for the current base from the stored files, if it is missing or damaged. Returns the
-        problem of the existing artifact; "" if it was intact.
+        """Builds the artifact for the current base from the stored files, if it is missing or damaged. Only checks the
+        files if the base has no artifacts. Returns the problem of the existing artifact; "" if it was intact.
 
         Raises InvalidAdapter when the adapter does not fit this base, and CorruptArtifact when a stored file was
         changed.
         """
-        problem = self.artifact_problem(manifest.digest)
-        if not problem:
+        problem = self.artifact_problem(manifest.digest) if self.base.has_artifacts else ""
+        if not problem and self.base.has_artifacts:
             self._failures.pop(manifest.digest, None)
             return ""
         failure = self.failure(manifest.digest)
@@ -106,7 +131,11 @@ class Contents:
             with _scratch() as folder:
                 weights = folder / "weights"
                 config = self._fetch_files(manifest, weights)
-                self.put_artifact(check_values(self._inspect(config, weights), weights), weights)
+                layout = check_values(self._inspect(config, weights), weights)
+                if self.base.has_artifacts:
+                    self.put_artifact(layout, weights)
+                else:
+                    self._record_success(manifest.digest)
         except InvalidAdapter as error:
             self._record_failure(manifest.digest, error, math.inf)  # the files can't change
             raise
@@ -121,6 +150,13 @@ class Contents:
         failure = self._failures.get(digest)
         return failure if failure is not None and failure.written == self._written(digest) else None
 
+    def _record_success(self, digest: str) -> None:
+        self._failures.pop(digest, None)
+        if not self.base.has_artifacts:
+            if len(self._fitting) >= MAX_FITTING:
+                self._fitting.clear()
+            self._fitting.add(digest)
+
     def _record_failure(self, digest: str, error: Unmakeable, until: float) -> None:
         if len(self._failures) >= MAX_FAILURES:
             self._failures.clear()
@@ -128,6 +164,8 @@ class Contents:
 
     def _written(self, digest: str) -> float | None:
         """Returns the Unix time (store's clock) at which the artifact was stored; None if there is none."""
+        if not self.base.has_artifacts:
+            return None
         info = self.store.head(artifact_key(self.base.fingerprint, digest))
         return None if info is None else info.modified
 

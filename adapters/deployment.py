@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from adapters.functions import Manifest, VersionEntry
+from adapters.choices import Resolved
+from adapters.functions import Manifest
 
 if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
     from adapters.validate import LoraLayout
@@ -52,10 +53,10 @@ class Staged:
 
     deployment: Deployment
     layout: LoraLayout
-    entry: VersionEntry
-    """Entry that the function's record gets when the version is listed."""
     manifest: Manifest | None
     """Manifest of the new version, whose number is taken; None when the function already lists the adapter."""
+    version: Resolved
+    """The version as nodes load it."""
 
 
 def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:

@@ -107,6 +107,9 @@ class VersionEntry(msgspec.Struct, frozen=True):
     config_sha256: str = ""
     """SHA-256 of adapter_config.json, which names its blob; `weights_sha256` is that of adapter_model.safetensors."""
     weights_sha256: str = ""
+    artifact: bool = True
+    """True: `base` has a serving artifact of the version. False: only vLLM serves that base, from the original
+    files."""
     hold: str = ""
     """Id of the hold by which the deploy reserved the tenant's quota; "" if it had none (adapters.quota)."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import queue
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ from adapters.base_model import BaseModel
 from adapters.errors import InspectionBusy, InvalidAdapter, Problem, TooLarge
 from adapters.helper_process import HelperEnded, HelperProcess
 from adapters.inspector_process import MATCH_SECONDS, READ_SECONDS, Answer, Failed, Job, Oversized, Refused
+from adapters.modules import Modules
 from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, LoraSettings, field_problem
 from adapters.peft_targets import Target, find_targets, has_patterns
 from adapters.validate import Inspection, inspect_files
@@ -86,7 +86,7 @@ def inspect_once(config: bytes, weights: Path, base: BaseModel) -> Inspection:
     """Returns the inspection of one adapter, in the calling thread. A config with regular expressions is inspected in a
     helper process, which limits their time and then ends. Raises the errors of Inspector.inspect."""
     try:
-        return inspect_files(config, weights, base, _find_names)
+        return inspect_files(config, weights, base, _find_plain)
     except _HasPatterns:
         inspector = Inspector(base)
         try:
@@ -95,10 +95,10 @@ def inspect_once(config: bytes, weights: Path, base: BaseModel) -> Inspection:
             inspector.helpers[0].end()
 
 
-def _find_names(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
+def _find_plain(settings: LoraSettings, modules: Modules) -> list[Target]:
     if has_patterns(settings):
         raise _HasPatterns
-    return find_targets(settings, names)
+    return find_targets(settings, modules)
 
 
 def _why(code: int) -> Exception:

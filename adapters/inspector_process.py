@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import msgspec
 from adapters.base_model import BaseModel
 from adapters.errors import InvalidAdapter, Problem, TooLarge
 from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, jobs, limited, receive, send
+from adapters.modules import Modules
 from adapters.peft_config import WEIGHTS_FILE, LoraSettings, field_problem
 from adapters.peft_targets import Target, find_targets
 from adapters.validate import Inspection, inspect_files
@@ -89,12 +89,12 @@ def outcome_of(job: Job, base: BaseModel) -> Outcome:
         return Failed(traceback.format_exc()[-4000:])
 
 
-def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[Target]:
+def _find(seconds: float, settings: LoraSettings, modules: Modules) -> list[Target]:
     """Returns the result of `find_targets`, under a separate limit of CPU time. Raises InvalidAdapter when matching
     takes too much memory."""
     try:
         with limited(signal.ITIMER_PROF, 0.0), limited(signal.ITIMER_VIRTUAL, seconds):
-            return find_targets(settings, names)
+            return find_targets(settings, modules)
     except MemoryError:
         expected = f"at most {MEMORY_BYTES} bytes"
         problem = field_problem("target_modules", "its regular expressions take too much memory", expected)

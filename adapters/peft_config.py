@@ -41,7 +41,7 @@ REFUSED = {
     "alora_invocation_tokens": "activated LoRA (aLoRA) is not served: it turns on in the middle of a prompt",
     "use_qalora": "QALoRA is not served: it pools the inputs",
     "layer_replication": "layer replication is not served: it changes the number of the base's layers",
-    "target_parameters": "LoRA on bare parameters is not served, only on the seven projections",
+    "target_parameters": "LoRA on bare parameters is not served, only on linear modules",
     "trainable_token_indices": "trained token embeddings are not served: they change the base's vocabulary",
     "megatron_config": "Megatron's parallel layers are not served",
     "use_bdlora": "block-diagonal LoRA is not served",

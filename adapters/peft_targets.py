@@ -12,14 +12,11 @@ from collections.abc import Sequence
 import msgspec
 
 from adapters.errors import InvalidAdapter
-from adapters.model_families import FAMILIES
+from adapters.modules import Modules
 from adapters.peft_config import LoraSettings, field_problem
 
-ALL_LINEAR = tuple({f".{path}" for family in FAMILIES.values() for path in family.projections})
-"""Suffixes of the names of modules that PEFT's `all-linear` selects."""
 PLAIN = re.compile(r"[A-Za-z0-9_.]*")
 """Names, which match in linear time."""
-OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -30,16 +27,6 @@ class Target(msgspec.Struct, frozen=True):
     alpha: float
 
 
-def module_names(num_layers: int, model_type: str) -> list[str]:
-    """Returns the names of all modules of the base in transformers; targets may match any of them."""
-    family = FAMILIES[model_type]
-    inner = (*family.projections, *family.layer_norms, *family.head_norms, *family.other_modules)
-    names = list(OTHER_MODULES)
-    for layer in range(num_layers):
-        names += [f"model.layers.{layer}", *(f"model.layers.{layer}.{name}" for name in inner)]
-    return names
-
-
 def has_patterns(settings: LoraSettings) -> bool:
     """Returns whether the config has regular expressions other than plain names, whose time is not limited."""
     modules, excluded = settings.target_modules, settings.exclude_modules
@@ -48,24 +35,25 @@ def has_patterns(settings: LoraSettings) -> bool:
     return any(PLAIN.fullmatch(text) is None for text in texts)
 
 
-def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """Returns the adapted modules among `names`. Raises InvalidAdapter when a pattern is not a valid regular
+def find_targets(settings: LoraSettings, base: Modules) -> list[Target]:
+    """Returns the adapted modules of the base. Raises InvalidAdapter when a pattern is not a valid regular
     expression."""
     ranks = [(_compile("rank_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.rank_pattern.items()]
     alphas = [(_compile("alpha_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.alpha_pattern.items()]
     targets = []
-    for name in _targeted(settings, names):
+    for name in _targeted(settings, base):
         rank = next((value for pattern, value in ranks if pattern.match(name)), settings.rank)
         alpha = next((value for pattern, value in alphas if pattern.match(name)), settings.alpha)
         targets.append(Target(module=name, rank=rank, alpha=alpha))
     return targets
 
 
-def _targeted(settings: LoraSettings, names: Sequence[str]) -> list[str]:
+def _targeted(settings: LoraSettings, base: Modules) -> list[str]:
+    names = base.names
     modules = settings.target_modules or ()
     if isinstance(modules, str):
         if modules.lower() == "all-linear":
-            chosen = [name for name in names if name.endswith(ALL_LINEAR)]
+            chosen = list(base.all_linear)
         else:
             pattern = _compile("target_modules", modules)
             chosen = [name for name in names if pattern.fullmatch(name)]

@@ -4,6 +4,7 @@ A version exists only once function.json lists it, so a writer that dies before 
 
     blobs/sha256/<hex>                                    original files, immutable
     artifacts/v1/<base-fingerprint>/<digest>              serving artifacts, immutable
+    bases/v1/<base-fingerprint>.json                      manifests of bases that only vLLM serves
     tenants/<tenant>/functions/<name>/function.json       FunctionRecord, by compare-and-swap
     tenants/<tenant>/functions/<name>/versions/<n>.json   Manifest, immutable
 """
@@ -89,9 +90,8 @@ class Registry:
         with self.quota.deploying(tenant, name) as room:
             deploy = Storing(upload, layout, room)
             entry = self._versions.listed(tenant, record, deploy)
-        return Staged(
-            deployment_of(name, entry.version, layout, created=deploy.created), layout, entry, deploy.manifest
-        )
+        deployment = deployment_of(name, entry.version, layout, created=deploy.created)
+        return Staged(deployment, layout, deploy.manifest, self._resolved(record, entry))
 
     def deploy(
         self,
@@ -259,11 +259,22 @@ class Registry:
         return self.contents.ensure_artifact(self._manifest(tenant, name, version))
 
     def _choice(self, record: FunctionRecord, entry: VersionEntry, share: float) -> Choice:
-        resolved = Resolved(
+        resolved = self._resolved(record, entry)
+        failure = self.contents.failure(entry.digest)
+        if failure is not None and isinstance(failure.error, InvalidAdapter):
+            return Choice(share, resolved, refused=tuple(failure.error.problems))
+        if failure is not None:
+            return Choice(share, resolved, damaged=str(failure.error), pending=failure.expired)
+        pending = entry.base != self.base.fingerprint and not self.contents.is_ready(entry.digest)
+        return Choice(share, resolved, pending=pending)
+
+    def _resolved(self, record: FunctionRecord, entry: VersionEntry) -> Resolved:
+        key = artifact_key(self.base.fingerprint, entry.digest) if self.base.has_artifacts else ""
+        return Resolved(
             function=record.name,
             version=entry.version,
             digest=entry.digest,
-            artifact_key=artifact_key(self.base.fingerprint, entry.digest),
+            artifact_key=key,
             ranks=entry.ranks,
             bytes=entry.bytes,
             policy=record.policy,
@@ -271,13 +282,6 @@ class Registry:
             config_sha256=entry.config_sha256,
             weights_sha256=entry.weights_sha256,
         )
-        failure = self.contents.failure(entry.digest)
-        if failure is not None and isinstance(failure.error, InvalidAdapter):
-            return Choice(share, resolved, refused=tuple(failure.error.problems))
-        if failure is not None:
-            return Choice(share, resolved, damaged=str(failure.error), pending=failure.expired)
-        pending = entry.base != self.base.fingerprint and not self.contents.has_artifact(entry.digest)
-        return Choice(share, resolved, pending=pending)
 
     def _check_name(self, name: str) -> None:
         if not is_name(name):

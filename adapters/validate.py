@@ -1,4 +1,4 @@
-"""Validation of an adapter: maps every tensor to a projection of the base model, or refuses with all reasons."""
+"""Validation of an adapter: maps every tensor to a module of the base model, or refuses with all reasons."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from adapters.base_model import PROJECTIONS, BaseModel
+from adapters.base_model import BaseModel
 from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
+from adapters.modules import Module, Modules, label
 from adapters.peft_config import LoraSettings, check_config, field_problem, scale
 from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
-from adapters.peft_targets import Target, find_targets, module_names
+from adapters.peft_targets import Target, find_targets
 from adapters.tensor_names import with_plain_names
 
 DIGEST_FORMAT = 1
 """Format number in every digest; raise it when the stored content changes its meaning, so that digests differ."""
 
-TENSORS_PER_LAYER = 2 * len(PROJECTIONS)
 SPARE_TENSORS = 4096
 """Maximum number of surplus tensors that are refused one by one. Surplus tensors are those beyond the most that an
 adapter of the base can have. If there are more, they are one problem."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
+MAX_NAMED = 20
+"""Maximum number of modules that a problem names."""
+
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight", re.ASCII)
-_MODULE = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<path>[a-z_]+\.[a-z_]+)", re.ASCII)
 
 
 class LoraPair(msgspec.Struct, frozen=True):
-    """LoRA matrices A and B of one projection of one layer."""
+    """LoRA matrices A and B of one module."""
 
-    projection: int
-    """Index of the projection in PROJECTIONS."""
+    module: str
+    """Name of the module in transformers."""
     rank: int
     scale: float
     a: TensorRef
@@ -46,19 +48,19 @@ class LoraPair(msgspec.Struct, frozen=True):
 
 
 class LoraLayout(msgspec.Struct, frozen=True):
-    """A checked adapter: its adapted projections, and the positions of its tensors in the weights file."""
+    """A checked adapter: its adapted modules, and the positions of its tensors in the weights file."""
 
     digest: str
     """Identity of the version: a SHA-256 (hex), see `digest_of`."""
     weights_sha256: str
-    layers: tuple[tuple[LoraPair, ...], ...]
-    """Adapted projections of each layer of the base, in the order of PROJECTIONS."""
+    pairs: tuple[LoraPair, ...]
+    """Adapted modules, in the order of the base."""
     dtype: str
     """Dtype in which the tensors are served: float32, float16 or bfloat16; float32 if the file mixes dtypes."""
     ranks: tuple[int, ...]
-    """Distinct ranks of the projections, ascending."""
+    """Distinct ranks of the modules, ascending."""
     targets: tuple[str, ...]
-    """Adapted projections (q, k, v, o, gate, up, down) in the order of PROJECTIONS."""
+    """Short names of the adapted projections, such as q, k, v, o, gate, up, down, in the order of the base."""
     bytes: int
     """Size of all tensors in `dtype`, in bytes."""
     warnings: tuple[str, ...]
@@ -67,8 +69,9 @@ class LoraLayout(msgspec.Struct, frozen=True):
 class Inspection(msgspec.Struct, frozen=True, tag=True):
     """Result of checking the config and the header, without the tensors' values."""
 
-    layers: tuple[tuple[LoraPair, ...], ...]
-    """Adapted projections as in LoraLayout.layers; incomplete when there are problems."""
+    pairs: tuple[LoraPair, ...]
+    """Adapted modules as in LoraLayout.pairs; incomplete when there are problems."""
+    targets: tuple[str, ...]
     tensors: tuple[TensorRef, ...]
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -76,12 +79,12 @@ class Inspection(msgspec.Struct, frozen=True, tag=True):
     """Number of further problems that are not listed."""
 
 
-FindTargets = Callable[[LoraSettings, Sequence[str]], list[Target]]
+FindTargets = Callable[[LoraSettings, Modules], list[Target]]
 
 
 def inspect_files(config: bytes, weights: Path, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
     """Returns the result of `inspect` for an adapter's two files. Raises InvalidAdapter or TooLarge."""
-    return inspect(read_peft(config, weights, base.num_layers * TENSORS_PER_LAYER + SPARE_TENSORS), base, find)
+    return inspect(read_peft(config, weights, 2 * len(base.modules.adaptable) + SPARE_TENSORS), base, find)
 
 
 def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
@@ -92,24 +95,27 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
         adapter = with_plain_names(adapter)
     except InvalidAdapter as error:
         raise InvalidAdapter([*error.problems, *problems]) from None
-    targets: list[Target] = []
+    targets, modules = list[Target](), base.modules
     if settings is not None:
         if settings.target_modules is None:
-            settings = msgspec.structs.replace(settings, target_modules=base.family.default_targets)
+            settings = msgspec.structs.replace(settings, target_modules=base.default_targets)
         try:
-            targets = find(settings, module_names(base.num_layers, base.model_type))
+            targets = find(settings, modules)
         except InvalidAdapter as error:
             problems += error.problems
         else:
-            if not targets:
-                problems.append(_no_targets(adapter, base))
-    layers, mapping_problems = _map(adapter, base, targets, settings is not None and settings.use_rslora)
+            problems += (
+                [_no_targets(adapter, base, modules)] if not targets else _rank_problems(settings, targets, base)
+            )
+    pairs, mapping_problems = _map(adapter, base, modules, targets, settings is not None and settings.use_rslora)
     problems += mapping_problems
     if not problems:
         warnings += _base_warnings(adapter, base)
     listed = tuple(problems[:MAX_PROBLEMS])
+    adapted = {modules.adaptable[pair.module].target for pair in pairs}
     return Inspection(
-        layers=layers,
+        pairs=pairs,
+        targets=tuple(target for target in modules.targets if target in adapted),
         tensors=tuple(adapter.tensors.values()),
         problems=listed,
         warnings=tuple(warnings),
@@ -123,29 +129,35 @@ def check_values(inspection: Inspection, weights: Path) -> LoraLayout:
     problems = [*inspection.problems, *_value_problems(inspection.tensors, weights)]
     if problems:
         raise InvalidAdapter(problems, inspection.omitted)
-    return _layout(weights, inspection.layers, inspection.warnings)
+    return _layout(weights, inspection)
 
 
-def _no_targets(adapter: PeftAdapter, base: BaseModel) -> Problem:
+def _no_targets(adapter: PeftAdapter, base: BaseModel, modules: Modules) -> Problem:
+    names = dict.fromkeys(name.rpartition(".")[2] for name in modules.adaptable)
     return field_problem(
         "target_modules",
         f"it names no module of this base model ({base.id}, {base.model_type})",
-        ", ".join(path.split(".")[1] for path in base.family.projections),
+        ", ".join(list(names)[:MAX_NAMED]),
         adapter.config.get("target_modules"),
     )
 
 
-def digest_of(layers: tuple[tuple[LoraPair, ...], ...], weights_sha256: str) -> str:
-    """Returns the digest: SHA-256 (hex) of canonical JSON with rank and scaling of each projection, the weights' hash
-    and DIGEST_FORMAT.
+def _rank_problems(settings: LoraSettings, targets: Sequence[Target], base: BaseModel) -> list[Problem]:
+    """Returns a problem if a rank is above the base's limit."""
+    rank = max(settings.rank, *(target.rank for target in targets))
+    if rank <= base.max_rank:
+        return []
+    field = "r" if rank == settings.rank else "rank_pattern"
+    return [field_problem(field, "above the largest rank that this service's nodes take", str(base.max_rank), rank)]
+
+
+def digest_of(pairs: Sequence[LoraPair], weights_sha256: str) -> str:
+    """Returns the digest: SHA-256 (hex) of canonical JSON with rank and scaling of each module, the weights' hash and
+    DIGEST_FORMAT.
 
     Equal tensors with another alpha have another digest. Configs that differ only in harmless fields have the same.
     """
-    projections = {
-        f"{layer}.{PROJECTIONS[pair.projection]}": [pair.rank, pair.scale]
-        for layer, pairs in enumerate(layers)
-        for pair in pairs
-    }
+    projections = {label(pair.module): [pair.rank, pair.scale] for pair in pairs}
     text = {"format": DIGEST_FORMAT, "projections": projections, "weights": weights_sha256}
     return hashlib.sha256(json.dumps(text, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -156,40 +168,40 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: tuple[str, ...]) -> LoraLayout:
-    pairs = [pair for layer in layers for pair in layer]
+def _layout(weights: Path, inspection: Inspection) -> LoraLayout:
+    pairs = inspection.pairs
     refs = [ref for pair in pairs for ref in (pair.a, pair.b)]
     dtypes = {ref.dtype for ref in refs}
     dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else "float32"
     weights_sha256 = file_sha256(weights)
     return LoraLayout(
-        digest=digest_of(layers, weights_sha256),
+        digest=digest_of(pairs, weights_sha256),
         weights_sha256=weights_sha256,
-        layers=layers,
+        pairs=pairs,
         dtype=dtype,
         ranks=tuple(sorted({pair.rank for pair in pairs})),
-        targets=tuple(name for i, name in enumerate(PROJECTIONS) if any(pair.projection == i for pair in pairs)),
+        targets=inspection.targets,
         bytes=sum(ref.shape[0] * ref.shape[1] for ref in refs) * (4 if dtype == "float32" else 2),
-        warnings=warnings,
+        warnings=inspection.warnings,
     )
 
 
 def _map(
-    adapter: PeftAdapter, base: BaseModel, targets: list[Target], use_rslora: bool
-) -> tuple[tuple[tuple[LoraPair, ...], ...], list[Problem]]:
-    """Returns the pairs of each layer, and the problems. There is one for each tensor that is missing, has a wrong
-    shape, or belongs to no target."""
+    adapter: PeftAdapter, base: BaseModel, modules: Modules, targets: list[Target], use_rslora: bool
+) -> tuple[tuple[LoraPair, ...], list[Problem]]:
+    """Returns the pairs, and the problems. There is one for each tensor that is missing, has a wrong shape, or belongs
+    to no target."""
     problems: list[Problem] = []
-    layers: list[list[LoraPair]] = [[] for _ in range(base.num_layers)]
+    pairs: list[LoraPair] = []
     used: set[str] = set()
-    pairs: list[tuple[int, TensorRef | None, TensorRef | None]] = []
+    halves: list[tuple[Module, TensorRef | None, TensorRef | None]] = []
     for target in targets:
-        place = _place(target.module, base)
-        if place is None:
-            problems.append(field_problem("target_modules", f"it names {target.module}, which is not served"))
+        module = modules.adaptable.get(target.module)
+        if module is None:
+            reason = f"it names {target.module}, which is not served: {modules.refusal(target.module)}"
+            problems.append(field_problem("target_modules", reason))
             continue
-        layer, projection = place
-        d_in, d_out = base.widths[projection]
+        d_in, d_out = module.widths
         refs: list[TensorRef | None] = []
         for part, shape in (("A", (target.rank, d_in)), ("B", (d_out, target.rank))):
             name = f"base_model.model.{target.module}.lora_{part}.weight"
@@ -203,51 +215,42 @@ def _map(
                     Problem(name, "wrong shape for this base and rank", str(list(shape)), str(list(ref.shape)))
                 )
         a, b = refs
-        pairs.append((projection, a, b))
+        halves.append((module, a, b))
         if a is not None and b is not None:
             factor = scale(target.alpha, target.rank, use_rslora)
-            layers[layer].append(LoraPair(projection=projection, rank=target.rank, scale=factor, a=a, b=b))
-    if (problem := _other_base_problem(adapter, base, pairs)) is not None:
+            pairs.append(LoraPair(module=module.name, rank=target.rank, scale=factor, a=a, b=b))
+    if (problem := _other_base_problem(adapter, base, halves)) is not None:
         return (), [problem]
-    problems += [_unmapped(ref, base) for name, ref in adapter.tensors.items() if name not in used]
-    ordered = tuple(tuple(sorted(pairs, key=lambda pair: pair.projection)) for pairs in layers)
-    return ordered, problems
+    problems += [_unmapped(ref, base, modules) for name, ref in adapter.tensors.items() if name not in used]
+    return tuple(pairs), problems
 
 
 def _other_base_problem(
-    adapter: PeftAdapter, base: BaseModel, pairs: Iterable[tuple[int, TensorRef | None, TensorRef | None]]
+    adapter: PeftAdapter, base: BaseModel, pairs: Iterable[tuple[Module, TensorRef | None, TensorRef | None]]
 ) -> Problem | None:
     """Returns a problem if no targeted module has this base's widths. Returns None if one has, or there is too little
     information.
 
-    `pairs` has (projection, A [rank, d_in], B [d_out, rank]) of each targeted module, with None for a missing tensor.
+    `pairs` has (module, A [rank, d_in], B [d_out, rank]) of each targeted module, with None for a missing tensor.
     """
-    widths = {
-        projection: (a.shape[1], b.shape[0])
-        for projection, a, b in pairs
+    widths = [
+        (module, (a.shape[1], b.shape[0]))
+        for module, a, b in pairs
         if a is not None and b is not None and len(a.shape) == len(b.shape) == 2
-    }
-    if not widths or any(shape == base.widths[projection] for projection, shape in widths.items()):
+    ]
+    if not widths or any(shape == module.widths for module, shape in widths):
         return None
-    projection, shape = next(iter(widths.items()))
+    module, shape = widths[0]
     return field_problem(
         "base_model_name_or_path",
         f"trained for another base model, for no module has the widths of {base.id}; "
         "deploy it to a service with its own base_model",
-        f"{base.widths[projection][0]} to {base.widths[projection][1]}",
+        f"{module.widths[0]} to {module.widths[1]}",
         f"{adapter.config.get('base_model_name_or_path')}, {shape[0]} to {shape[1]}",
     )
 
 
-def _place(module: str, base: BaseModel) -> tuple[int, int] | None:
-    """Returns (layer, index of the projection) of a module; None if it is not a projection of the base."""
-    match, projections = _MODULE.fullmatch(module), base.family.projections
-    if match is None or match["path"] not in projections or int(match["layer"]) >= base.num_layers:
-        return None
-    return int(match["layer"]), projections.index(match["path"])
-
-
-def _unmapped(ref: TensorRef, base: BaseModel) -> Problem:
+def _unmapped(ref: TensorRef, base: BaseModel, modules: Modules) -> Problem:
     name = ref.name[:300]
     for mark, reason in (
         ("lora_magnitude_vector", "a magnitude vector of DoRA, which is not served yet"),
@@ -262,9 +265,10 @@ def _unmapped(ref: TensorRef, base: BaseModel) -> Problem:
     match = _TENSOR.fullmatch(name)
     if match is None:
         return Problem(name, "maps to nothing", "base_model.model.<module>.lora_A.weight or lora_B.weight")
-    if _place(match["module"], base) is None:
-        where = f"model.layers.0 to {base.num_layers - 1}, {', '.join(base.family.projections)}"
-        return Problem(name, f"maps to no projection of this base model ({base.id})", where, match["module"])
+    if match["module"] not in modules.adaptable:
+        reason = modules.refusal(match["module"])
+        problem = f"maps to no projection of this base model ({base.id}){reason and f': {reason}'}"
+        return Problem(name, problem, modules.paths, match["module"])
     return Problem(name, "the config does not target its module")
 
 

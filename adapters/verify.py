@@ -8,10 +8,9 @@ from functools import partial
 import msgspec
 
 from adapters.all_versions import FoundVersion, all_versions, is_listed
-from adapters.artifact import artifact_key, artifact_problem, stored_sha256
+from adapters.artifact import artifact_key, artifact_problem, blob_problem
 from adapters.blobs import blob_key
 from adapters.disk_map import DiskMap
-from adapters.errors import NotFound
 from adapters.functions import Manifest, VersionEntry
 from adapters.store import ObjectStore
 
@@ -83,16 +82,6 @@ def _damages(
 
 def _contents(manifest: Manifest, entry: VersionEntry) -> Iterator[tuple[str, Callable[[ObjectStore], str]]]:
     for sha256 in (manifest.config_sha256, manifest.weights_sha256):
-        yield blob_key(sha256), partial(_blob_problem, sha256=sha256)
-    yield artifact_key(entry.base, entry.digest), partial(artifact_problem, base=entry.base, digest=entry.digest)
-
-
-def _blob_problem(store: ObjectStore, sha256: str) -> str:
-    """Returns the problem of the blob; "" if it is intact."""
-    info = store.head(blob_key(sha256))
-    if info is None:
-        return "is missing"
-    try:
-        return "" if stored_sha256(store, info.key, 0, info.size) == sha256 else "differs from what was written"
-    except NotFound:
-        return "is missing"
+        yield blob_key(sha256), partial(blob_problem, sha256=sha256)
+    if entry.artifact:
+        yield artifact_key(entry.base, entry.digest), partial(artifact_problem, base=entry.base, digest=entry.digest)

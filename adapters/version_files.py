@@ -48,10 +48,9 @@ class VersionFiles:
         existing = find_digest(record, deploy.layout.digest)
         deploy.created = existing is None
         if existing is not None:
-            if self._contents.artifact_problem(existing.digest):
-                self._contents.put_artifact(deploy.layout, deploy.upload.weights)
-            itemsize = ITEM_BYTES[deploy.layout.dtype]
-            return msgspec.structs.replace(existing, base=self._base.fingerprint, itemsize=itemsize)
+            self._contents.repair(deploy.layout, deploy.upload.config, deploy.upload.weights)
+            itemsize, artifact = ITEM_BYTES[deploy.layout.dtype], self._base.has_artifacts
+            return msgspec.structs.replace(existing, base=self._base.fingerprint, itemsize=itemsize, artifact=artifact)
         deploy.room.take(deploy.layout.bytes)
         if deploy.manifest is None or not deploy.is_stored:
             deploy.manifest, deploy.is_stored = self._put_all(tenant, record, deploy), True
@@ -68,6 +67,7 @@ class VersionFiles:
             itemsize=ITEM_BYTES[manifest.dtype],
             config_sha256=manifest.config_sha256,
             weights_sha256=manifest.weights_sha256,
+            artifact=self._base.has_artifacts,
             hold=deploy.room.hold,
         )
 

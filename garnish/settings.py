@@ -17,7 +17,7 @@ from garnish.errors import ServiceFileError, StartError
 from gateway.config import MAX_TIMEOUT, ConfigError, GatewayConfig, check_config
 from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeConfig, VllmConfig
 from node_agent.supervisor import STOP_SLACK
-from node_agent.vllm.arguments import check_arguments
+from node_agent.vllm.arguments import DEFAULTS, check_arguments
 
 UP_STOP_SECONDS = 25
 """Default seconds that open requests get to finish when `garnish up` ends.
@@ -129,6 +129,7 @@ def gateway_config(
         usage_dir=str(state / "usage"),
         host=service.gateway.host if host is None else host,
         port=service.gateway.port if port is None else port,
+        max_lora_rank=int(vllm_config(service).arguments.get("max_lora_rank", DEFAULTS["max_lora_rank"])),
         workers=service.gateway.workers,
         redis=service.gateway.redis,
         node_hosts=tuple(service.gateway.node_hosts or ()),
@@ -197,7 +198,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         base_id=base.id,
         registry=registry_of(service, state),
         engine=node.engine,
-        vllm=_vllm_config(service),
+        vllm=vllm_config(service),
         devices=None if node.devices == "all" else tuple(node.devices),
         host_nodes=host_nodes,
         cpu_workers=None if node.cpu_workers == "auto" else node.cpu_workers,
@@ -210,7 +211,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
     )
 
 
-def _vllm_config(service: ServiceFile) -> VllmConfig:
+def vllm_config(service: ServiceFile) -> VllmConfig:
     """Returns the settings of vLLM: its interpreter, which may be relative to the service file, and its engine
     arguments. Raises ServiceFileError for arguments that are refused."""
     stated = dict(service.node.vllm)

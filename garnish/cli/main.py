@@ -7,6 +7,7 @@ import sys
 
 from cluster.printable import printable
 from garnish.cli import (
+    base,
     batch,
     compare,
     events,
@@ -66,7 +67,7 @@ app = commands(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (events.group, events.secrets, batch.group, nodes.group, registry.group, infra.group):
+for group in (events.group, events.secrets, batch.group, nodes.group, registry.group, infra.group, base.group):
     app.add_typer(group)
 
 

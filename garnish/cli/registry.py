@@ -42,7 +42,7 @@ def gc(
     with output.screen() as screen:
         store = _store(file, state, writes=not dry_run)
         screen.progress("reading what the functions list")
-        done = _with_cli_errors(lambda: collect(store, dry_run=dry_run, on_removal=report))
+        done = with_cli_errors(lambda: collect(store, dry_run=dry_run, on_removal=report))
         screen.end_progress()
         screen.line(
             f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, "
@@ -67,7 +67,7 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
     with output.screen() as screen:
         store = _store(file, state, writes=False)
         screen.progress("reading every listed version")
-        done = _with_cli_errors(lambda: verify_store(store, on_damage=report))
+        done = with_cli_errors(lambda: verify_store(store, on_damage=report))
         screen.end_progress()
         screen.line(f"{done.versions} versions, {done.objects} objects read; {done.damaged} versions are damaged")
         screen.result({**msgspec.to_builtins(done), "damages": damages})
@@ -87,10 +87,10 @@ def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
     address = registry_of(load_service_file(file), state.absolute())
     if "://" not in address and not Path(address).is_dir():
         raise StartError(f"there is no registry in {address}; name the state directory with --state")
-    return _with_cli_errors(lambda: (open_checked_store if writes else open_store)(address))
+    return with_cli_errors(lambda: (open_checked_store if writes else open_store)(address))
 
 
-def _with_cli_errors(work: Callable[[], T]) -> T:
+def with_cli_errors(work: Callable[[], T]) -> T:
     """Calls `work` and returns its result. Raises the store's errors as FrontDoorError."""
     from adapters.errors import AdapterError
 

@@ -45,6 +45,7 @@ def up(
 
 def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:
     """Run the gateway without nodes; start nodes with `garnish node`."""
+    from garnish.base_manifests import ensure_manifest
     from garnish.config import load_service_file
     from garnish.settings import gateway_config, resolve_base
     from garnish.up.greeting import show_keys
@@ -53,9 +54,12 @@ def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host 
 
     service = load_service_file(file)
     with state_directory(state) as directory:
-        config = gateway_config(service, resolve_base(service), directory, host=host, port=port)
+        base = resolve_base(service)
+        config = gateway_config(service, base, directory, host=host, port=port)
         check_port(config.host, config.port)
         check_shared(config)
+        if service.node.engine == "vllm":
+            ensure_manifest(service, base, directory)
         show_keys(directory, *make_keys(service, directory, local_url(config.host, config.port)), Screen())
         run(config)
 

@@ -19,6 +19,7 @@ from adapters.slo import Slo
 from adapters.tenants import FILE_BYTES, Limits, Tenants
 from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
+from garnish.base_manifests import ensure_manifest
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.credentials import (
     FILE_NAME,
@@ -118,6 +119,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     folders = _adapter_folders(service)
     check_port(gateway.host, gateway.port)
     check_shared(gateway)
+    ensure_manifest(service, base, state)
     count = node_count(service, options.nodes)
     credentials, new_keys = make_keys(service, state, url)
     return Prepared(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from cluster.messages import Adapter
 from gateway.http.routing import BOOLEAN, parameter
 from gateway.residency.messages import WARM_SECONDS, Version, WarmOrder
 
 if TYPE_CHECKING:
-    from adapters.deployment import Staged
     from gateway.residency.warming import Warming
 
 WARM = parameter(
@@ -27,24 +25,10 @@ async def warm_targets(warming: Warming, tenant: str, name: str, versions: Itera
     return await _warmed(warming, WarmOrder(tenant, name, targets))
 
 
-async def warm_staged(warming: Warming, base: str, tenant: str, staged: Staged) -> list[str]:
-    """Waits until a version that is stored, but not yet listed, is warm on a node. Returns warnings about what failed.
-
-    `base`: fingerprint of the base model.
-    """
-    from adapters.artifact import artifact_key  # it imports numpy, which clients of this module don't need
-
-    entry = staged.entry
-    adapter = Adapter(
-        digest=entry.digest,
-        artifact=artifact_key(base, entry.digest),
-        bytes=entry.bytes,
-        ranks=entry.ranks,
-        itemsize=entry.itemsize,
-        config=entry.config_sha256,
-        weights=entry.weights_sha256,
-    )
-    return await _warmed(warming, WarmOrder(tenant, staged.deployment.function, [Version(entry.version, adapter)]))
+async def warm_staged(warming: Warming, tenant: str, name: str, staged: Version) -> list[str]:
+    """Waits until a version that is stored, but not yet listed, is warm on a node. Returns warnings about what
+    failed."""
+    return await _warmed(warming, WarmOrder(tenant, name, [staged]))
 
 
 async def _warmed(warming: Warming, order: WarmOrder) -> list[str]:

@@ -18,6 +18,7 @@ from adapters.function_changes import check_options
 from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
 from cluster.errors import ServiceError
+from gateway.catalog.functions import adapter_of
 from gateway.catalog.source_copy import allowed_place, copied_source
 from gateway.groups import Catalog
 from gateway.http.bodies import media_type, read_message
@@ -26,6 +27,7 @@ from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_PATTERN, Routes, parameter
+from gateway.residency.messages import Version
 from gateway.residency.warm_on_deploy import WARM, warm_staged
 
 if TYPE_CHECKING:
@@ -131,7 +133,9 @@ async def _store(
         return json_response(await _reply(catalog, checked, problems))
     if how.warm:
         staged = await threads.run(partial(registry.stage, tenant, name, upload), wait)
-        problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged)
+        # No place is held during the wait.
+        version = Version(staged.version.version, adapter_of(staged.version))
+        problems += await warm_staged(catalog.warming, tenant, name, version)
     memory = await catalog.residency.provisionable()
     with catalog.functions.changing(tenant, name):
         deployment = await threads.run(partial(registry.deploy, tenant, name, upload, staged, memory), wait)

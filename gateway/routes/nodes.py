@@ -208,6 +208,8 @@ async def _adapter_named(nodes: Nodes, request: Request, ref: AdapterRef) -> Ada
     this base."""
     registry, read = nodes.registry, nodes.threads.read
     if ref.digest is not None:
+        if not registry.base.has_artifacts:
+            raise invalid("digest", "this base model's adapters are known by functions alone: send `function` instead")
         key = artifact_key(registry.base.fingerprint, ref.digest)  # the message type has checked that it is hexadecimal
         info = await read(registry.store.head, key)
         if info is None:

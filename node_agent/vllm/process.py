@@ -20,7 +20,8 @@ from cluster.lifeline import die_with_parent
 if __name__ == "__mp_main__":
     die_with_parent(os.getppid())  # this is a process of vLLM, which ends with the process that started it
 
-from adapters.base_model import BaseModel, load_base_model
+from adapters.base_manifest import find_base
+from adapters.base_model import BaseModel
 from adapters.open_store import open_store
 from cluster.logs import set_up_logging
 from cluster.text import end_token_ids
@@ -105,13 +106,14 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
     """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
     settings."""
     arguments = engine_arguments(config)
-    base = load_base_model(Path(config.model_dir), config.base_id)
+    registry = open_store(config.registry)
+    base = find_base(Path(config.model_dir), config.base_id, registry)
     types = Types()
     driver = Driver(partial(start_vllm, arguments), wake.set, partial(check_start, types))
     settings = settings_of(driver.wait(START_S))
     dtype = dtype_of(settings)
     demand, policy = Demand(), POLICIES[config.eviction]
-    hosts = FolderTier(open_store(config.registry), config.host_memory, policy(demand), wake.set)
+    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set)
     limits = SlotLimits(
         count=settings.lora_config.max_loras,
         max_rank=settings.lora_config.max_lora_rank,
@@ -161,8 +163,8 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
 
 
 def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
-    """Returns the bytes that vLLM reserves for one slot: both matrices of each projection, at the maximum rank."""
-    return base.num_layers * sum(d_in + d_out for d_in, d_out in base.widths) * max_rank * itemsize
+    """Returns the bytes that vLLM reserves for one slot: both matrices of each module, at the maximum rank."""
+    return sum(sum(module.widths) for module in base.modules.adaptable.values()) * max_rank * itemsize
 
 
 def main() -> int:

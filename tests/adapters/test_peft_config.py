@@ -12,8 +12,8 @@ from peft import LoraConfig
 from peft_files import tiny_model
 
 from adapters.model_families import FAMILIES
+from adapters.modules import family_modules
 from adapters.peft_config import HARMLESS, OTHER_COMPUTATION, REFUSED, SERVED, TRAINERS, TRAINING, check_config
-from adapters.peft_targets import module_names
 from adapters.strict_json import loads
 
 
@@ -81,7 +81,8 @@ def test_module_names_are_those_of_transformers() -> None:
     ]
     for model in models:
         real = {name for name, _ in model.named_modules() if name}
-        assert real == set(module_names(model.config.num_hidden_layers, model.config.model_type))
+        family = FAMILIES[model.config.model_type]
+        assert real == set(family_modules(family, model.config.num_hidden_layers, 32, 64, [(32, 32)] * 7).names)
 
 
 @pytest.mark.parametrize(

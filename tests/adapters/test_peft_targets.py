@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from adapters.errors import InvalidAdapter
+from adapters.model_families import LLAMA
+from adapters.modules import family_modules
 from adapters.peft_config import LoraSettings, check_config
-from adapters.peft_targets import find_targets, module_names
+from adapters.peft_targets import find_targets
 
-NAMES = module_names(2, "llama")
+MODULES = family_modules(LLAMA, 2, 32, 64, [(32, 32)] * 7)
 
 
 def settings(**fields: object) -> LoraSettings:
@@ -18,7 +20,7 @@ def settings(**fields: object) -> LoraSettings:
 
 
 def modules(wanted: LoraSettings) -> list[str]:
-    return [target.module for target in find_targets(wanted, NAMES)]
+    return [target.module for target in find_targets(wanted, MODULES)]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def modules(wanted: LoraSettings) -> list[str]:
 )
 def test_texts_that_are_no_expressions_are_refused_by_field(field: str, value: object) -> None:
     with pytest.raises(InvalidAdapter, match="not a regular expression") as raised:
-        find_targets(settings(**{field: value}), NAMES)
+        find_targets(settings(**{field: value}), MODULES)
     assert raised.value.problems[0].tensor == f"adapter_config.json#{field}"
 
 

@@ -143,7 +143,7 @@ def test_an_adapter_of_a_larger_base_is_told_in_one_problem(
     [
         ("base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight", "the config does not target its module"),
         ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", "maps to no projection"),
-        ("base_model.model.model.layers.00.self_attn.q_proj.lora_A.weight", "the config does not target its module"),
+        ("base_model.model.model.layers.00.self_attn.q_proj.lora_A.weight", "maps to no projection"),
         ("base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight", "maps to no projection"),
         (f"{Q0}.lora_A.default.weight", "carries an adapter's name (default) and other tensors' names do not"),
         (f"{Q0}.lora_C.weight", "maps to nothing"),

@@ -162,8 +162,9 @@ def test_a_plain_layout(good: tuple[bytes, Path], base: BaseModel) -> None:
     layout = read(*good, base)
     assert (layout.ranks, layout.targets, layout.dtype, layout.warnings) == ((4,), ("q", "v"), "float32", ())
     assert layout.bytes == LAYERS * 4 * (4 * 32 + 4 * 32 + 4 * 32 + 4 * 16)
-    assert [[pair.projection for pair in pairs] for pairs in layout.layers] == [[0, 2]] * LAYERS
-    assert {pair.scale for pairs in layout.layers for pair in pairs} == {2.0}
+    modules = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(LAYERS) for name in "qv"]
+    assert [pair.module for pair in layout.pairs] == modules
+    assert {pair.scale for pair in layout.pairs} == {2.0}
 
 
 def test_the_digest_follows_tensors_and_scaling_only(good: tuple[bytes, Path], base: BaseModel, tmp_path: Path) -> None:
