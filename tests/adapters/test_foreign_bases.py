@@ -257,7 +257,7 @@ def test_collect_and_verify_know_versions_without_artifacts(registry: Registry, 
     assert find_base(foreign.directory, foreign.name, store).fingerprint == foreign.base.fingerprint
     store.put(f"blobs/sha256/{registry.manifest('acme', 'f', 1).weights_sha256}", b"damaged")
     verify(store, on_damage=told.append)
-    assert [damage.problem for damage in told] == ["is not what was written"]
+    assert [damage.problem for damage in told] == ["differs from what was written"]
 
 
 def test_damaged_files_are_named_and_a_deploy_mends_them(registry: Registry, files: Files) -> None:
