@@ -19,6 +19,8 @@ PROMPT_TOKENS, NEW_TOKENS = 12, 6
 BESIDE_TOKENS = 64
 """Tokens of the adapters' requests: enough for them to run as long as the base model's request."""
 TOP = 5
+UNLIKE = 1000.0
+"""Difference of scores that have nothing in common."""
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 """Largest difference of a log probability that rounding causes, by data type."""
 
@@ -120,15 +122,16 @@ class _Check:
 
 
 def difference(first: Scores, second: Scores) -> float:
-    """Returns the largest difference of a log probability, up to the first place with different tokens. Infinite if the
-    likeliest token of one is not among the likeliest tokens of the other there."""
+    """Returns the largest difference of a log probability, up to the first place with different tokens. Returns at most
+    UNLIKE, which is also the result if the likeliest token of one is not among the likeliest of the other there."""
     largest = 0.0
     for (token, scores), (second_token, second_scores) in zip(first, second, strict=False):
         if token not in second_scores or second_token not in scores:
-            return math.inf
-        largest = max(
-            largest, *(abs(scores[each] - second_scores[each]) for each in scores.keys() & second_scores.keys())
-        )
+            return UNLIKE
+        shifts = [abs(scores[each] - second_scores[each]) for each in scores.keys() & second_scores.keys()]
+        if not all(map(math.isfinite, shifts)):
+            return UNLIKE
+        largest = max(largest, *shifts)
         if token != second_token:
             break
-    return largest
+    return min(largest, UNLIKE)

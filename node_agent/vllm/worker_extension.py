@@ -14,7 +14,7 @@ START_METHOD, ADAPTERS_METHOD, FILL_METHOD = "garnish_start", "garnish_adapters"
 MENDED = ("0.32.",)
 """Versions of vLLM whose LoRA functions for a CPU are replaced."""
 CHECK_RANK = 8
-STRENGTH = 2.0
+STRENGTH = 0.25
 """Strength of the adapters of the check. A row that used one by mistake must differ by far more than rounding."""
 
 
@@ -53,6 +53,8 @@ class WorkerExtension:
             first, min(CHECK_RANK, outer.lora_config.max_lora_rank), outer.embedding_modules
         )
         for layer in adapter.loras.values():
+            if not isinstance(layer.scaling, list):
+                layer.scaling = 1  # as of packed layers
             for tensor in _tensors(layer.lora_a):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
             for tensor in _tensors(layer.lora_b):

@@ -13,7 +13,7 @@ from tests.support.peft_reference import TIE, PeftReference
 from tests.vllm.conftest import VOCAB
 from tests.vllm.vllm_process import VllmProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 CASES = 200 if MANY else 25
 AT_ONCE = 5
 

@@ -12,7 +12,7 @@ from tests.support.processes import processes
 from tests.vllm.conftest import MakeVllm
 from tests.vllm.vllm_process import VllmProcess, living, wait_for
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 PROMPT = [5, 17, 301, 44]
 ANSWER_S = 8.0
 BOUND_S = 60.0

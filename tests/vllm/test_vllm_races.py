@@ -16,7 +16,7 @@ from tests.support.draws import MANY
 from tests.support.peft_reference import TIE, Greedy, PeftReference
 from tests.vllm.vllm_process import VllmProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 SECONDS = 120.0 if MANY else 20.0
 THREADS, MOST_TOKENS = 7, 12
 PROMPT = [5, 17, 301, 44, 9]

@@ -42,7 +42,7 @@ from node_agent.vllm.folders import PREFIX
 from tests.support.processes import processes, tree
 
 ROOT = Path(__file__).parents[2]
-START_S, END_S = 600.0, 120.0
+START_S, END_S = 800.0, 120.0
 GREEDY = Sampling(temperature=0.0)
 ARGUMENTS = {"max_loras": 2, "max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True}
 SETTINGS = {
