@@ -120,12 +120,15 @@ class Functions:
         self._cache.forget_where(lambda key: key[0] == tenant)
 
     def remake(self, tenant: str, target: Target) -> ServiceError:
-        """Starts to rebuild an artifact that a node has found to be damaged. Returns the error with which the call
-        ends."""
+        """Starts to rebuild an artifact that a node has found to be damaged, or to check the original files if the
+        base has no artifacts. Returns the error with which the call ends."""
         assert target.version is not None and target.digest is not None  # nodes report damage of adapters only
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
-        damage = f"the artifact of version {target.version} of function {target.function} was damaged"
-        return ServiceError("unavailable", f"{damage}: it is being made again", retry_after=STORE_RETRY_AFTER)
+        version = f"version {target.version} of function {target.function}"
+        damage = f"the artifact of {version} was damaged: it is being made again"
+        if not self._registry.base.has_artifacts:
+            damage = f"the stored files of {version} are damaged: they are being checked"
+        return ServiceError("unavailable", damage, retry_after=STORE_RETRY_AFTER)
 
     async def _load(self, key: Key) -> Sequence[Choice]:
         tenant, name, qualifier = key

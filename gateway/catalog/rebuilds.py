@@ -47,9 +47,9 @@ class Rebuilds:
             if problem:
                 log.warning("version %d of %s/%s: its artifact is made again: it %s", version, tenant, name, problem)
         except AdapterError as error:
-            log.warning("version %d of %s/%s: its artifact is not made: %s", version, tenant, name, error)
+            log.warning("version %d of %s/%s can't be loaded: %s", version, tenant, name, error)
         except Exception:  # nobody awaits this task
-            log.exception("version %d of %s/%s: its artifact is not made", version, tenant, name)
+            log.exception("version %d of %s/%s can't be loaded", version, tenant, name)
         finally:
             del self._waiting[digest]
             self._counts -= Counter([tenant])

@@ -16,7 +16,8 @@ import msgspec
 from served_app import served
 from stub_node import Script, StubNode, echo, stub_node
 
-from adapters.base_model import BaseModel, load_base_model
+from adapters.base_manifest import find_base
+from adapters.base_model import BaseModel
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenants
 from cluster.secret import create_secret
@@ -86,7 +87,8 @@ def start_gateway(stack: ExitStack, model: Path, folder: Path, **changed: Any) -
         node_silence=600.0,
     )
     config = msgspec.structs.replace(config, **changed)
-    running = Running(config, load_base_model(model, "stories260K"), secret, keys, stack)
+    base = find_base(model, "stories260K", LocalStore(folder / "registry"))
+    running = Running(config, base, secret, keys, stack)
     running.url = stack.enter_context(served(create_app(config)))
     return running
 

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.frames import frame
 from cluster.http_protocol import BoundedHttp
 from cluster.messages import (
+    Adapter,
     ColdStart,
     Done,
     Event,
@@ -67,6 +68,7 @@ class StubNode:
     """Another one for each: a node that has the name of an earlier one is a process that was started anew."""
     seq: int = 0
     received: list[GenerateRequest] = field(default_factory=list)
+    prefetched: list[Adapter] = field(default_factory=list)
     disconnected: threading.Event = field(default_factory=threading.Event)
     began: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
@@ -108,8 +110,9 @@ class StubNode:
         """Says that a load began, which never ends."""
         if not is_authorized(request.headers.get("authorization"), self.secret):
             return Response(status_code=401)
-        digest = msgspec.msgpack.decode(await request.body(), type=PrefetchOrder).adapter.digest
-        return Response(msgspec.msgpack.encode(Moved(digest, None)), 202)
+        adapter = msgspec.msgpack.decode(await request.body(), type=PrefetchOrder).adapter
+        self.prefetched.append(adapter)
+        return Response(msgspec.msgpack.encode(Moved(adapter.digest, None)), 202)
 
     def record(self, state: str = "ready", **changed: object) -> NodeRecord:
         self.seq += 1
