@@ -27,6 +27,7 @@ OPTIONAL = {
     "triton": "comes with torch's CUDA build",
     "lightllm": "a runner for the papers' set-ups, with an extra of its own",
     "cuda": "of a GPU's host",
+    "vllm": "of a separate environment, in which a node drives vLLM",
     "matplotlib": "plots of `garnish simulate`, which says what to install",
 }
 
