@@ -54,7 +54,7 @@ def test_a_dead_or_stopped_process_of_vllm_ends_the_engine(
         assert_ended(vllm)
         (error,) = vllm.errors()
         assert error["message"] == "vLLM has ended", error
-        assert not any(folder.exists() for folder in vllm.folders)
+        assert vllm.folders and not any(folder.exists() for folder in vllm.folders)
 
 
 @pytest.mark.slow

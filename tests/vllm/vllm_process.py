@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,6 @@ class VllmProcess:
         """whether the engine has closed the connection"""
 
     def __enter__(self) -> VllmProcess:
-        before = root_folders()
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(self._path))
         self._server.listen()
@@ -123,7 +123,7 @@ class VllmProcess:
             self._end()
             raise
         self.tree = tree(self.process.pid, processes())
-        self.folders = root_folders() - before
+        self.folders = folders_of(self.process.pid)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -271,9 +271,13 @@ class VllmProcess:
                 self.outcomes[event.id].finished = event
 
 
-def root_folders() -> set[Path]:
-    """Returns the nodes' folders of adapters in memory."""
-    return set(Path("/dev/shm").glob(f"{PREFIX}*"))
+def folders_of(pid: int) -> set[Path]:
+    """Returns the process's own folder of adapters in memory."""
+    links: list[str] = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(link))
+    return {Path(link) for link in links if Path(link).name.startswith(PREFIX)}
 
 
 def living(pids: list[int]) -> list[int]:
