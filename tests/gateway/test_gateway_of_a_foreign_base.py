@@ -50,8 +50,8 @@ def test_calls_give_nodes_the_names_of_the_files(gateway: Running, model: Path, 
     admin = gateway.client("admin")
     path = f"/nodes/{node.node_id}/prefetch"
     refused = admin.post(path, json={"digest": adapter.digest})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "digest")
-    assert admin.post(path, json={"function": "f"}, params={"tenant": "acme"}).status_code == 202
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "digest")
+    assert admin.post(path, json={"function": "f"}, headers={"x-garnish-tenant": "acme"}).status_code == 202
     assert node.prefetched[-1] == adapter
 
 
