@@ -35,7 +35,7 @@ FIRST_READ = 64 << 10
 """Size of the first ranged get in bytes, enough for the complete header of most adapters."""
 
 
-class Pair(msgspec.Struct, frozen=True):
+class StoredPair(msgspec.Struct, frozen=True):
     """An adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
 
     projection: int
@@ -51,7 +51,7 @@ class LayerBlock(msgspec.Struct, frozen=True):
     offset: int
     size: int
     sha256: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[StoredPair, ...]
 
 
 class ArtifactHeader(msgspec.Struct, frozen=True):
@@ -177,7 +177,7 @@ def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, it
     for pair in pairs:
         d_in, d_out = base.widths[pair.projection]
         b_offset = size + _aligned(pair.rank * d_in * item)
-        placed.append(Pair(pair.projection, pair.rank, pair.scale, a_offset=size, b_offset=b_offset))
+        placed.append(StoredPair(pair.projection, pair.rank, pair.scale, a_offset=size, b_offset=b_offset))
         size = b_offset + _aligned(pair.rank * d_out * item)
     return LayerBlock(offset=offset, size=size, sha256="0" * 64, pairs=tuple(placed))
 
