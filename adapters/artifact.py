@@ -42,7 +42,7 @@ PlacedPair = tuple[int, LoraPair]
 """Index of a projection in PROJECTIONS, and its LoRA matrices."""
 
 
-class Pair(msgspec.Struct, frozen=True):
+class StoredPair(msgspec.Struct, frozen=True):
     """An adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
 
     projection: int
@@ -58,7 +58,7 @@ class LayerBlock(msgspec.Struct, frozen=True):
     offset: int
     size: int
     sha256: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[StoredPair, ...]
 
 
 class ArtifactHeader(msgspec.Struct, frozen=True):
@@ -206,7 +206,7 @@ def _planned_block(pairs: Sequence[PlacedPair], offset: int, item: int) -> Layer
     for projection, pair in pairs:
         d_in, d_out = pair.a.shape[1], pair.b.shape[0]
         b_offset = size + _aligned(pair.rank * d_in * item)
-        placed.append(Pair(projection, pair.rank, pair.scale, a_offset=size, b_offset=b_offset))
+        placed.append(StoredPair(projection, pair.rank, pair.scale, a_offset=size, b_offset=b_offset))
         size = b_offset + _aligned(pair.rank * d_out * item)
     return LayerBlock(offset=offset, size=size, sha256="0" * 64, pairs=tuple(placed))
 

@@ -117,7 +117,7 @@ def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Prob
     unusable."""
     if (problem := _other_file(config)) is not None:
         return None, [problem], []
-    refused, ignored = _check_others(config)
+    refused, ignored = _check_remaining_fields(config)
     problems = [*_check_kind(config), *refused]
     warnings = [_ignored_warning(ignored)] if ignored else []
     if config.get("fan_in_fan_out"):
@@ -182,7 +182,7 @@ def _other_file(config: dict[str, Any]) -> Problem | None:
     return None
 
 
-def _check_others(config: dict[str, Any]) -> tuple[list[Problem], list[str]]:
+def _check_remaining_fields(config: dict[str, Any]) -> tuple[list[Problem], list[str]]:
     """Returns (problems, names of ignored fields) for the fields that are neither supported nor harmless."""
     problems: list[Problem] = []
     ignored: list[str] = []

@@ -5,10 +5,13 @@ by compare-and-swap before it writes anything. Racing deploys thus can't exceed 
 not read all functions. If a deploy dies, or its outcome is unknown, the bound stays too high, but is never too low.
 When the bound would refuse a deploy and may be too high, the functions are counted again.
 
-A count ends the holds of deploys that seem to have died. A deploy may be merely stopped, just before it lists its
-version, so three steps make sure that it no longer can: the count marks the hold as ended, rewrites the function's
-record, and only then counts and drops the hold. A deploy checks its hold after it has read that record, which it
-replaces by compare-and-swap. It thus finds either its hold ended or the record changed, or its version is counted.
+A hold is the quota that one deploy has reserved. A version is listed when the deploy writes it to the function's
+record. A count ends the holds of deploys that have lasted longer than HOLD_SECONDS. Such a deploy may not be dead but
+only paused, just before it lists its version. It must not list a version that the count missed. The count therefore
+first marks the hold as ended, then rewrites the function's record, and only then counts the listed versions and drops
+the hold. The deploy reads the function's record, checks its hold, and then replaces the record by compare-and-swap. So
+there are three cases. The deploy sees that its hold has ended, and reserves again. Or the replacement fails, because
+the record has changed. Or the version was listed before the count, which includes it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def remove_older(store: ObjectStore, key: str, before: float) -> bool:
     BEGIN_SECONDS."""
     if not _is_older(store, key, before):
         return False
-    began, mark = time.monotonic(), f"{FOLDER}{_name(key)}-{secrets.token_hex(8)}"
+    began, mark = time.monotonic(), f"{FOLDER}{_mark_prefix(key)}-{secrets.token_hex(8)}"
     store.put(mark, key.encode())
     if not _is_older(store, key, before) or time.monotonic() - began > BEGIN_SECONDS:
         store.delete(mark)
@@ -48,7 +48,7 @@ def remove_older(store: ObjectStore, key: str, before: float) -> bool:
 def await_removals(store: ObjectStore, keys: Collection[str]) -> None:
     """Blocks until no `remove_older` of any of these objects is in progress. Raises StoreUnavailable if one still is
     after 2 * MARK_SECONDS."""
-    names, until = {_name(key) for key in keys}, time.monotonic() + 2 * MARK_SECONDS
+    names, until = {_mark_prefix(key) for key in keys}, time.monotonic() + 2 * MARK_SECONDS
     while True:
         live = False
         for mark in all_objects(store, FOLDER):
@@ -68,5 +68,6 @@ def _is_older(store: ObjectStore, key: str, before: float) -> bool:
     return info is not None and info.modified < before
 
 
-def _name(key: str) -> str:
+def _mark_prefix(key: str) -> str:
+    """Returns the beginning of the names of all marks that a removal of the object leaves."""
     return hashlib.sha256(key.encode()).hexdigest()[:32]

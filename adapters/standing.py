@@ -89,10 +89,13 @@ def update_function(
     change: Callable[[FunctionRecord | None], FunctionRecord],
     memory: Memory | None = None,
 ) -> FunctionRecord:
-    """Changes function.json like `update_marked`. Claims the standing part of its policy first, and updates the claim
-    last.
+    """Changes function.json like `update_marked`, and returns the new record.
 
-    Raises what `change` and `update_marked` raise, and Conflict when the claim does not fit next to the others.
+    If the function's policy has a standing part, before or after the change, this part is first entered in
+    standing.json and the tenant's record, so that it counts against the limits. At the end both are updated from the
+    stored record.
+
+    Raises what `change` and `update_marked` raise, and Conflict when the sum over the functions would exceed a limit.
     `memory` is checked only when the policy requests more copies than before.
     """
     is_standing = False

@@ -108,8 +108,11 @@ class ObjectStore(Protocol):
         """
 
     def missing(self, keys: Sequence[str]) -> Sequence[str]:
-        """Returns the keys among `keys` whose objects, which the caller wrote, no longer exist. Waits for removals in
-        progress. The other objects can no longer be removed by a `delete_older` that began before."""
+        """Returns those of `keys` whose objects no longer exist. The caller has just written all of these objects.
+
+        Waits first for calls of `delete_older` on them that are in progress. An object that is found can no longer be
+        removed by a `delete_older` call that began earlier than this call.
+        """
 
 
 def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:

@@ -322,8 +322,8 @@ def unknown(tenant: str) -> NotFound:
 
 
 def _live(record: Tenant | None, tenant: str, create: bool) -> Tenant:
-    """Returns the record of a tenant that is not deleted. With `create`, returns a new record if the tenant does not
-    exist or is completely deleted. Raises NotFound, or Conflict while the tenant's deletion is unfinished."""
+    """Returns the record if the tenant exists and is not deleted. Otherwise raises NotFound without `create`. With
+    `create` it returns a new record, or raises Conflict while the tenant's deletion is unfinished."""
     if record is not None and not record.deleted:
         return record
     if not create:

@@ -133,8 +133,11 @@ class FairShares:
 
     @property
     def floor(self) -> float:
-        """Counter to which a tenant that starts to wait is raised (VTC): the lowest of the waiting tenants. It never
-        falls. When no tenant waits, it is at least the counter of the tenant that left last."""
+        """Lowest counter of the waiting tenants.
+
+        When a tenant starts to wait, its counter is raised to this value if it is lower (VTC). The value never falls.
+        When no tenant waits, it is at least the counter of the tenant that stopped waiting last.
+        """
         return self._tenants.floor
 
     def function(self, tenant: str, function: str) -> float:

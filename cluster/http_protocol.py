@@ -142,7 +142,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._lingering = False
         self._dropped, self._drop_limit = 0, KEYLESS_LINGER_BYTES
         self._is_refused = self._is_excess = False
-        """Refusals of the latest request: for any reason, and because no descriptors are left."""
+        """True: the latest request was refused, for any reason; it must be refused because too few descriptors are
+        free."""
         self.began = self.loop.time()
         """Time at which the connection, or its latest request, began, in seconds of the event loop."""
 

@@ -1,9 +1,9 @@
 """Snapshot of the nodes in one process: their latest records, when each was last seen, and reserved places.
 
 The book does not decide who may write to it. MemoryClusterState owns one; RedisClusterState keeps one as a mirror.
-`now` is monotonic seconds of this process. `aged` and `last_seen` are seconds of the clock by which the age of records
-is measured. Both clocks are the same, unless the owner knows of periods in which no record could arrive: `aged` leaves
-these out.
+`now` is monotonic seconds of this process. `report_time` and `last_seen` are seconds of the clock by which the age of
+records is measured. Both clocks are the same, unless the owner knows of periods in which no record could arrive: the
+clock of `report_time` leaves these out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class NodeBook:
         self.forget_seconds = forget_seconds
         self.table = NodeTable(max_nodes)
         self._next_expiry = math.inf
-        """Lower bound on the time at which the next live node expires, by the clock of `aged`."""
+        """Lower bound on the time at which the next live node expires, by the clock of `report_time`."""
         self._nodes: dict[str, _Node] = {}
         self._ends: list[tuple[float, str, str]] = []
         """Heap of (end, node id, request id). Entries of places that ended early stay until their `end`."""
@@ -84,7 +84,7 @@ class NodeBook:
         return None if node is None else node.record
 
     def last_seen(self, node_id: str) -> float:
-        """Returns the time at which the node's last record arrived, by the clock of `aged`; -inf for an unknown
+        """Returns the time at which the node's last record arrived, by the clock of `report_time`; -inf for an unknown
         node."""
         node = self._nodes.get(node_id)
         return -math.inf if node is None else float(self.table.last_seen[node.row])
@@ -93,7 +93,7 @@ class NodeBook:
         """Returns the ids of all nodes in the book, expired ones included."""
         return list(self._nodes)
 
-    def is_newer(self, heartbeat: Heartbeat, aged: float) -> bool:
+    def is_newer(self, heartbeat: Heartbeat, report_time: float) -> bool:
         """Returns whether the heartbeat is newer than the known record of its node. Within an epoch the greater `seq`
         is newer. A new epoch is a new process, and so is newer. A replaced epoch counts as newer again once the epoch
         that replaced it has been silent for `expiry` seconds: a delayed heartbeat of a dead process may have replaced
@@ -103,7 +103,7 @@ class NodeBook:
             return True
         if heartbeat.epoch == node.record.epoch:
             return heartbeat.seq > node.record.seq
-        return heartbeat.epoch not in node.past or aged - self.last_seen(heartbeat.id) >= self.expiry
+        return heartbeat.epoch not in node.past or report_time - self.last_seen(heartbeat.id) >= self.expiry
 
     def needs_full_report(self, news: NodeReport) -> bool:
         """Returns whether the report builds on changes that this book has not received."""
@@ -141,7 +141,7 @@ class NodeBook:
         node.at = changes.at if is_whole else max(node.at, changes.at)
         self._next_expiry = min(self._next_expiry, last_seen + self.expiry)
 
-    def news(self, node_id: str) -> NodeReport:
+    def full_report(self, node_id: str) -> NodeReport:
         """Returns a full report of a node that is in the book, for a receiver that knows nothing of it."""
         node = self._nodes[node_id]
         return full_report(node.record, list(self.table.residents(node.row).values()), node.at)
@@ -181,7 +181,7 @@ class NodeBook:
         if node is not None:
             self.table.generation[node.row] = generation
 
-    def current(self, now: float, aged: float) -> NodeTable:
+    def current(self, now: float, report_time: float) -> NodeTable:
         """Returns the table as of now: expired places are freed, and nodes whose record has expired are not live."""
         while self._ends and self._ends[0][0] <= now:
             end, node_id, request_id = heapq.heappop(self._ends)
@@ -189,43 +189,43 @@ class NodeBook:
             place = node.places.get(request_id) if node is not None else None
             if place is not None and place.end == end:
                 self.drop(node_id, request_id)
-        self.table.now = aged
-        if aged >= self._next_expiry:
-            self._expire(aged)
+        self.table.now = report_time
+        if report_time >= self._next_expiry:
+            self._expire(report_time)
         return self.table
 
-    def _expire(self, aged: float) -> None:
+    def _expire(self, report_time: float) -> None:
         live = np.flatnonzero(self.table.live)
-        late = aged - self.table.last_seen[live] >= self.expiry
+        late = report_time - self.table.last_seen[live] >= self.expiry
         for row in live[late]:
             self.table.expire(int(row))
         self._next_expiry = float(self.table.last_seen[live[~late]].min(initial=math.inf)) + self.expiry
 
-    def views(self, now: float, aged: float) -> list[NodeView]:
+    def views(self, now: float, report_time: float) -> list[NodeView]:
         """Returns the live nodes, ordered by id."""
-        table = self.current(now, aged)
+        table = self.current(now, report_time)
         return [
             NodeView(
                 record=node.record,
                 reserved=len(table.reservations(node.row)),
-                age=max(0.0, aged - float(self.table.last_seen[node.row])),
+                age=max(0.0, report_time - float(self.table.last_seen[node.row])),
                 residents=table.residents(node.row),
             )
             for _, node in sorted(self._nodes.items())
             if table.live[node.row]
         ]
 
-    def silence(self, node_id: str, epoch: str, aged: float) -> float:
+    def seconds_since_report(self, node_id: str, epoch: str, report_time: float) -> float:
         """Returns the seconds since a report of this epoch of the node last arrived. Returns infinity when the node has
         been forgotten or has another epoch."""
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf
-        return max(0.0, aged - float(self.table.last_seen[node.row]))
+        return max(0.0, report_time - float(self.table.last_seen[node.row]))
 
-    def forget(self, aged: float) -> None:
+    def forget(self, report_time: float) -> None:
         """Removes the nodes that have been silent for `forget_seconds`."""
-        oldest = aged - self.forget_seconds
+        oldest = report_time - self.forget_seconds
         for node_id in [name for name, node in self._nodes.items() if self.table.last_seen[node.row] <= oldest]:
             self.remove(node_id)
 

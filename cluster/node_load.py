@@ -19,7 +19,10 @@ MARGIN = 0.8
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Demand of a reserved place on a node, counted until the node's own record shows the request."""
+    """Resources that a request needs on the node where a place is reserved for it.
+
+    The demand is added to the node's load until the node's own record includes the request, or the reservation ends.
+    """
 
     rank: int = 0
     """Largest rank of the adapter; 0: the base model alone."""
@@ -33,7 +36,7 @@ class Demand(msgspec.Struct, frozen=True):
     slo_class: SloClass = "standard"
 
 
-class StrictLoad(msgspec.Struct, frozen=True):
+class RoomForStrict(msgspec.Struct, frozen=True):
     """Room for the next strict request on a node: StrictRoom of its record, with bounded counts and KV blocks as
     tokens."""
 
@@ -67,7 +70,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
     tightest_tpot: float
     """Tightest TPOT (seconds) promised to a request; infinite when none is promised."""
     loading_bytes: int
-    strict: StrictLoad | None = None
+    strict: RoomForStrict | None = None
     best_effort: int = 0
     """Number of best-effort requests among the running and queued ones."""
     adapter_itemsize: int = 0
@@ -93,16 +96,16 @@ def load_of(record: NodeRecord) -> NodeLoad:
         tightest_tpot=_promise(record.tightest_tpot),
         loading_bytes=count(record.loading_bytes),
         adapter_itemsize=count(record.adapter_itemsize),
-        strict=_strict_load(record),
+        strict=_room_for_strict(record),
         best_effort=count(record.best_effort),
     )
 
 
-def _strict_load(record: NodeRecord) -> StrictLoad | None:
+def _room_for_strict(record: NodeRecord) -> RoomForStrict | None:
     room = record.strict
     if room is None:
         return None
-    return StrictLoad(
+    return RoomForStrict(
         rows=count(room.rows),
         kv_tokens=count(room.blocks * record.block_tokens),
         queued=count(room.queued),
@@ -176,7 +179,7 @@ class Availability(msgspec.Struct, frozen=True):
 
 
 def availability_for_strict(
-    load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
+    load: NodeLoad, room: RoomForStrict, demands: Iterable[Demand], model: PerformanceModel
 ) -> Availability:
     """Returns the availability of the node for the next strict request, given the reserved `demands`. Places of
     best-effort requests do not count as taken, because they are given up. Places of standard requests do count."""
@@ -189,6 +192,6 @@ def availability_for_strict(
         rows_free=room.rows - room.queued - len(firm),
         kv_room=room.kv_tokens - reserved.tokens if load.kv_tokens else math.inf,
         prompt_wait=prompts_before(model.prefill, prompts, strict.token_ranks),
-        saved=model.decode.saved(load.running, room.paused_rows, room.paused_contexts),
+        saved=model.decode.seconds_saved(load.running, room.paused_rows, room.paused_contexts),
         tightest_tpot=tightest_tpot(promised, model),
     )

@@ -95,7 +95,7 @@ ASSUMED = PerformanceModel(
 log = logging.getLogger("cluster")
 
 
-class Serving(NamedTuple):
+class ServingNodes(NamedTuple):
     """Nodes that serve a base model."""
 
     rows: np.ndarray
@@ -126,7 +126,7 @@ class NodeTable:
         self._records: list[NodeRecord | None] = [None] * capacity
         self._loads: list[NodeLoad | None] = [None] * capacity
         self._models = [ASSUMED] * capacity
-        self._serving: dict[str, Serving] = {}
+        self._serving: dict[str, ServingNodes] = {}
         """Cache of the nodes that serve each base. It is cleared when a node is added, expires, is removed, or changes
         one of the fields that `_counts` returns. Most records change none of these."""
         self.now = math.nan
@@ -171,14 +171,14 @@ class NodeTable:
         changed."""
         return self._residents.users(digest)
 
-    def serving(self, base: str) -> Serving:
+    def serving(self, base: str) -> ServingNodes:
         """Returns the nodes of this base that are live and ready."""
         serving = self._serving.get(base)
         if serving is None:
             rows = np.flatnonzero(self.live & self.ready)
             rows = rows[[self.record(row).base == base for row in rows.tolist()]]
             contexts = self.max_context[rows] if rows.size else np.zeros(1, np.int64)
-            serving = self._serving[base] = Serving(rows, int(contexts.min()), int(contexts.max()))
+            serving = self._serving[base] = ServingNodes(rows, int(contexts.min()), int(contexts.max()))
         return serving
 
     def model_problem(self, row: int) -> str | None:

@@ -61,7 +61,7 @@ class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         row = self.per_row * max(0, rows - self.flat_rows)
         return self.base + row + self.per_context * contexts + self.per_rank * ranks
 
-    def saved(self, rows: int, fewer_rows: int, fewer_contexts: int) -> float:
+    def seconds_saved(self, rows: int, fewer_rows: int, fewer_contexts: int) -> float:
         """Returns the seconds by which a step of `rows` is shorter without `fewer_rows` of them and `fewer_contexts`
         context tokens. The cost of these rows' ranks is not counted."""
         costly = max(0, rows - self.flat_rows)

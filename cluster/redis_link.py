@@ -139,7 +139,7 @@ class RedisLink:
         """True: the link is up."""
         return self.away_since is None
 
-    def aged(self) -> float:
+    def report_clock(self) -> float:
         """Returns the time by which the age of reports from Redis is measured, in seconds. It stalls while Redis
         is away, since no report could arrive, but for STALE_SECONDS at most."""
         return self.clock() - self._paused - self._pausing()

@@ -4,8 +4,8 @@ Scripts in Redis decide whether a record is newer and whether a place is free, b
 version and is published to all workers, each of which keeps a mirror. Reading the table thus needs no round trip, and a
 reservation needs one. A worker that misses a version reads the full state again.
 
-While Redis is away the mirror is all that a worker has. Records do not age then (RedisLink.aged), since none could
-arrive. Places are reserved in this worker alone.
+While Redis is away the mirror is all that a worker has. Records do not age then (RedisLink.report_clock), since
+none could arrive. Places are reserved in this worker alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RedisClusterState(ClusterState):
     keeps the mirror up to date."""
 
     def __init__(self, link: RedisLink, **settings: Unpack[StateSettings]) -> None:
-        super().__init__(link.clock, link.aged, **settings)
+        super().__init__(link.clock, link.report_clock, **settings)
         self._link = link
         self._version = 0
         self._ahead: dict[str, int] = {}
@@ -86,7 +86,7 @@ class RedisClusterState(ClusterState):
 
     async def publish(self, news: NodeReport) -> PublishResult:
         check_version(news.heartbeat.v)
-        self._book.forget(self._aged())
+        self._book.forget(self._report_clock())
         try:
             status, version = await self._publish(news, 0.0)
         except RedisAway:
@@ -211,10 +211,10 @@ class RedisClusterState(ClusterState):
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
         """Restores in Redis a node that it has lost. Returns False, and changes nothing, when the mirror has no live
         record of it. Raises RedisAway."""
-        age = self._aged() - self._book.last_seen(node_id)
+        age = self._report_clock() - self._book.last_seen(node_id)
         if self._book.record(node_id) is None or age >= self._expiry:
             return False
-        await self._publish(self._book.news(node_id), max(0.0, age), resuming=resuming)
+        await self._publish(self._book.full_report(node_id), max(0.0, age), resuming=resuming)
         return True
 
     # --- updates of the mirror
@@ -231,7 +231,7 @@ class RedisClusterState(ClusterState):
         is_newest = version >= self._ahead.get(change.node, 0)  # otherwise older than this worker's reservation
         if is_newest:
             self._ahead.pop(change.node, None)
-        self._apply(change, self._end(), int(number), int(generation) if is_newest else None)
+        self._apply(change, self._reservation_end(), int(number), int(generation) if is_newest else None)
         self._wake()
 
     def _apply(self, change: _Put | _Reserved | _Freed, end: float, number: int, generation: int | None = None) -> None:
@@ -240,7 +240,7 @@ class RedisClusterState(ClusterState):
         after = self._book.generation(change.node) if generation is None else generation
         match change:
             case _Put(heartbeat, facts, changes):
-                self._put(NodeReport(heartbeat, facts, changes), self._aged())
+                self._put(NodeReport(heartbeat, facts, changes), self._report_clock())
             case _Reserved(node, request, demand):
                 self._book.hold(node, request, demand, end, number)
             case _Freed(node, request):
@@ -253,9 +253,9 @@ class RedisClusterState(ClusterState):
         is_newest = version > self._ahead.get(place.node, 0)
         if is_newest:
             self._ahead[place.node] = version
-        self._apply(place, self._end(), number, generation if is_newest else None)
+        self._apply(place, self._reservation_end(), number, generation if is_newest else None)
 
-    def _end(self) -> float:
+    def _reservation_end(self) -> float:
         return self._clock() + self._reservation_seconds
 
     def _put(self, news: NodeReport, last_seen: float) -> None:
@@ -278,7 +278,7 @@ class RedisClusterState(ClusterState):
             heartbeat = _heartbeats.decode(heartbeat_bytes)
             there.add(heartbeat.id)
             changes = Changes(FULL_REPORT, at, [_residents.decode(resident) for resident in residents])
-            self._put(NodeReport(heartbeat, _facts.decode(facts), changes), self._aged() - age / 1000)
+            self._put(NodeReport(heartbeat, _facts.decode(facts), changes), self._report_clock() - age / 1000)
             self._book.drop_all(heartbeat.id)
             for remaining_ms, stored in zip(reserved[::2], reserved[1::2], strict=True):
                 number, place = stored.split(b":", 1)

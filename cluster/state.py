@@ -33,20 +33,20 @@ class StateSettings(TypedDict, total=False):
 
 class ClusterState(ABC):
     """State of the nodes, shared by everything that routes requests. Its methods are async because a shared state may
-    be in Redis. `clock` returns monotonic seconds of this process. `aged` returns the time by which the age of records
-    is measured (cluster.node_book)."""
+    be in Redis. `clock` returns monotonic seconds of this process. `report_clock` returns the time by which the age of
+    records is measured (cluster.node_book)."""
 
     def __init__(
         self,
         clock: Callable[[], float],
-        aged: Callable[[], float],
+        report_clock: Callable[[], float],
         *,
         expiry: float = RECORD_EXPIRY,
         reservation_seconds: float = RESERVATION_SECONDS,
         max_nodes: int = MAX_NODES,
         forget_seconds: float = FORGET_SECONDS,
     ) -> None:
-        self._clock, self._aged = clock, aged
+        self._clock, self._report_clock = clock, report_clock
         self._expiry, self._reservation_seconds = expiry, reservation_seconds
         self._book = NodeBook(expiry=expiry, max_nodes=max_nodes, forget_seconds=forget_seconds)
 
@@ -76,20 +76,20 @@ class ClusterState(ABC):
 
     async def table(self) -> NodeTable:
         """Returns this process's current snapshot of the nodes. Makes no round trip."""
-        return self._book.current(self._clock(), self._aged())
+        return self._book.current(self._clock(), self._report_clock())
 
     async def nodes(self) -> list[NodeView]:
         """Returns the nodes whose record has not expired, ordered by id."""
-        return self._book.views(self._clock(), self._aged())
+        return self._book.views(self._clock(), self._report_clock())
 
-    async def silence(self, node_id: str, epoch: str) -> float:
+    async def seconds_since_report(self, node_id: str, epoch: str) -> float:
         """Returns the seconds since a report of this epoch of the node last arrived. Returns infinity when the node has
         been forgotten or has a newer epoch."""
-        return self._book.silence(node_id, epoch, self._aged())
+        return self._book.seconds_since_report(node_id, epoch, self._report_clock())
 
     def _publish_here(self, news: NodeReport) -> PublishResult:
         """Applies the report to this process's own book. Returns what `publish` returns. Raises TooManyNodes."""
-        received_at = self._aged()
+        received_at = self._report_clock()
         if not self._book.is_newer(news.heartbeat, received_at):
             return "older"
         if self._book.needs_full_report(news):
@@ -132,7 +132,7 @@ class MemoryClusterState(ClusterState):
 
     async def publish(self, news: NodeReport) -> PublishResult:
         check_version(news.heartbeat.v)
-        self._book.forget(self._aged())
+        self._book.forget(self._report_clock())
         return self._publish_here(news)
 
     async def reserve(

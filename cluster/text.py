@@ -101,8 +101,11 @@ class BaseText:
     def encode_chat(
         self, messages: list[dict[str, Any]], limit: int | None = None, *, answer: bool = True, special: bool = False
     ) -> list[int]:
-        """Returns the token ids of a conversation. `answer`: append the prompt for the assistant's turn. `special`: add
-        the special tokens of a raw prompt around it. Raises TextError, and TextTooLong as `encode_prompt` does."""
+        """Returns the token ids of a conversation.
+
+        `answer`: append the prompt for the assistant's turn. `special`: also add the special tokens that a raw prompt
+        gets, before and after the text. Raises TextError, and TextTooLong as `encode_prompt` does.
+        """
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
@@ -112,9 +115,9 @@ class BaseText:
         return self._ids(text, limit, special=special)
 
     def encode_rendered(self, text: str, limit: int | None = None, *, special: bool = False) -> list[int]:
-        """Returns the token ids of a conversation rendered with another template, whose text includes the special
-        tokens. `special`: add the special tokens of a raw prompt around it. Raises TextTooLong as `encode_prompt`
-        does."""
+        """Returns the token ids of `text`, a conversation that was rendered with a template other than the base model's
+        own. Special tokens in the text are recognised. `special`: also add the special tokens that a raw prompt gets,
+        before and after the text. Raises TextTooLong as `encode_prompt` does."""
         return self._ids(text, limit, special=special)
 
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:

@@ -36,7 +36,7 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     vocabulary = model.get("vocab")
     if model["type"] != "BPE" or not isinstance(vocabulary, dict):
         return None
-    added_bytes = [_normalized_bytes(tokenizer, token["content"]) for token in added]
+    added_bytes = [_max_byte_length(tokenizer, token["content"]) for token in added]
     if _is_byte_level(settings["pre_tokenizer"]):
         unknown = bytes(byte for byte, letter in enumerate(_byte_letters()) if letter not in vocabulary)
         return TokenBytes(max([1, *map(len, vocabulary), *added_bytes]), unknown)
@@ -53,7 +53,8 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
-def _normalized_bytes(tokenizer: Tokenizer, content: str) -> int:
+def _max_byte_length(tokenizer: Tokenizer, content: str) -> int:
+    """Returns the bytes of `content` before or after normalisation, whichever are more."""
     normalized = tokenizer.normalizer.normalize_str(content) if tokenizer.normalizer else content
     return max(len(content.encode()), len(normalized.encode()))
 

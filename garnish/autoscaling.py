@@ -50,7 +50,7 @@ class LeaseKeeper:
         self._ends = -float("inf")
         self._why = "the lease was not asked for yet"
         self._has_answer, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_lease_until_ended, name="lease", daemon=True)
 
     def trouble(self) -> str | None:
         """Returns the reason why this process may not scale pools, or None while it holds the lease.
@@ -73,7 +73,7 @@ class LeaseKeeper:
             self._ended.set()
             self._thread.join(LEASE_SECONDS)
 
-    def _keep(self) -> None:
+    def _renew_lease_until_ended(self) -> None:
         with admin_client(self._state) as client:
             while not self._ended.is_set():
                 self._request(client, LEASE_SECONDS)
@@ -105,7 +105,12 @@ def autoscale(file: Path, state: Path, report: Report, *, once: bool = False) ->
         raise FrontDoorError(f"{file}: there are no node_pools to scale")
     with infra_errors_as_cli_errors():
         check_stack(stack_of(service, state.absolute()))
-    with infra_errors_as_cli_errors(), _stopped() as stop, admin_client(state) as client, keeper.running():
+    with (
+        infra_errors_as_cli_errors(),
+        _stop_on_signals() as stop,
+        admin_client(state) as client,
+        keeper.running(),
+    ):
         nodes_each = {name: _nodes_each(service, name) for name in service.node_pools}
         scaler = Autoscaler(
             _pools(service, file, state), lambda: read_snapshot(client, nodes_each), keeper.trouble, time.monotonic
@@ -193,7 +198,7 @@ def _nodes_each(service: ServiceFile, name: str) -> int:
 
 
 @contextmanager
-def _stopped() -> Iterator[threading.Event]:
+def _stop_on_signals() -> Iterator[threading.Event]:
     """Yields an event, which INT and TERM set while the context runs."""
     stop = threading.Event()
 
@@ -256,7 +261,7 @@ class ThisHost:
     def apply(self) -> None:
         with unchanged():
             provision = Provision(self._file, self._state)
-        provision.resize(lambda _text: None)
+        provision.resize_local_pools(lambda _text: None)
 
 
 def _cli_errors_as_infra_errors() -> AbstractContextManager[None]:

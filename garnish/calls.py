@@ -217,7 +217,7 @@ def usage_call(
     return Call(method="GET", url="/usage", params=_stated(tenant=tenant, **{"from": start}, to=end, group_by=groups))
 
 
-def webhook_secret_call(tenant: str) -> Call:
+def create_webhook_secret_call(tenant: str) -> Call:
     """Creates a webhook secret for the tenant; needs an admin key.
 
     The reply is gateway.routes.webhook_secrets.NewSecretReply.

@@ -209,7 +209,7 @@ class Client(_Connected[httpx.Client]):
                 response.read()
                 raise error_of(response, self._connection)
             for line in response.iter_lines():
-                event = reader.line(line)
+                event = reader.feed_line(line)
                 if event is not None:
                     yield event
         reader.end()
@@ -282,7 +282,7 @@ class AsyncClient(_Connected[httpx.AsyncClient]):
                     await response.aread()
                     raise error_of(response, self._connection)
                 async for line in response.aiter_lines():
-                    event = reader.line(line)
+                    event = reader.feed_line(line)
                     if event is not None:
                         yield event
         reader.end()

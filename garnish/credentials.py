@@ -15,7 +15,7 @@ import msgspec
 from adapters.keys import parse_key
 from adapters.tenants import Tenants
 from garnish.errors import StartError
-from infra.text import write_whole
+from infra.text import write_atomically
 
 FILE_NAME = "credentials.toml"
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -63,7 +63,7 @@ def write_credentials(file: Path, credentials: Credentials) -> None:
         if getattr(credentials, name)
     ]
     lines += ["", "[keys]", *(f"{json.dumps(tenant)} = {json.dumps(key)}" for tenant, key in credentials.keys.items())]
-    write_whole(file, "\n".join(lines) + "\n")
+    write_atomically(file, "\n".join(lines) + "\n")
 
 
 def read_operator_keys(file: Path) -> OperatorKeys:

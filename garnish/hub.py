@@ -42,9 +42,11 @@ class HubPlace(msgspec.Struct, frozen=True):
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Result of the download; one field is set.
+    """Result of the download of an adapter; exactly one field is set.
 
-    It is the folder in the cache, a problem, or the names of the files that the repository has instead.
+    `folder` is the adapter's folder in the local cache. `problem` is the reason why the download failed. `names` are
+    the files in the repository (or in the folder that was named), if the adapter's config or weights file is missing
+    there.
     """
 
     folder: str | None = None

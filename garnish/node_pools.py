@@ -139,7 +139,7 @@ def node_file(service: ServiceFile, state: Path) -> str:
     return msgspec.json.encode(read, order="sorted").decode()
 
 
-def base_config(service: ServiceFile) -> dict[str, Any]:
+def base_model_config(service: ServiceFile) -> dict[str, Any]:
     """Returns the content of the base model's config.json.
 
     For a Hugging Face id only that file is downloaded. Raises StartError.
@@ -167,7 +167,7 @@ def check_memory(service: ServiceFile) -> None:
     pools = {name: pool for name, pool in service.node_pools.items() if pool.backend == "aws"}
     if not pools:
         return
-    node, config = service.node, base_config(service)
+    node, config = service.node, base_model_config(service)
     for name, pool in pools.items():
         field = f"node_pools.{name}"
         kind = pool.instance_type or ""

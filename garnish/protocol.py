@@ -139,7 +139,7 @@ class EventReader:
         self.finished = False
         """True after the `done` event; a stream that ends without this event is incomplete"""
 
-    def line(self, line: str) -> Event | None:
+    def feed_line(self, line: str) -> Event | None:
         """Returns the event that this line completes, or None. Raises GarnishError for an `error` event."""
         if line:
             field, _, value = line.partition(":")

@@ -84,7 +84,7 @@ class Provision:
                 self._carry_out(self.workspace.apply, report, self._drain_what_goes(plan, report))
             return plan
 
-    def resize(self, report: Report) -> None:
+    def resize_local_pools(self, report: Report) -> None:
         """Creates and ends local nodes until their number is that of the stack, for the autoscaler.
 
         Nodes that are dead or whose GPU has failed are replaced. Raises Unchanged if no plan can be made. Raises it

@@ -81,7 +81,8 @@ def _base(config: GatewayConfig, store: ObjectStore) -> BaseModel:
 def _session() -> aiohttp.ClientSession:
     """Returns the HTTP session for all requests to nodes.
 
-    It has no connection limit: placement limits each node's requests, and the boundary limits the gateway's.
+    The session has no connection limit, because placement limits the requests on each node, and the middleware
+    `Boundary` limits the requests that are open in the gateway.
     """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())

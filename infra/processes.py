@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from infra.errors import InfraError
-from infra.text import write_whole
+from infra.text import write_atomically
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
@@ -66,7 +66,7 @@ def write_pid_file(key: NodeKey, pid: int) -> Process | None:
     if process is None:
         return None
     key.pid_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_whole(key.pid_file, msgspec.json.encode(process).decode())
+    write_atomically(key.pid_file, msgspec.json.encode(process).decode())
     return process
 
 

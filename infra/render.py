@@ -13,7 +13,7 @@ from typing import Any
 from infra.errors import InfraError
 from infra.instances import devices_of
 from infra.stack import AwsHost, Pool, RegistryBucket, Stack, check_stack, module_name, sharing_nodes
-from infra.text import literal, write_whole
+from infra.text import literal, write_atomically
 
 MODULES = Path(__file__).with_name("modules")
 ROOT_FILE = "main.tf.json"
@@ -62,7 +62,7 @@ def write_root(stack: Stack, directory: Path) -> str:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_modules(directory / "modules", {Path(part["source"]).name for part in root.get("module", {}).values()})
-        write_whole(directory / ROOT_FILE, text)
+        write_atomically(directory / ROOT_FILE, text)
     except OSError as error:
         raise InfraError(f"{error.filename or directory}: {error.strerror}") from error
     return text

@@ -20,7 +20,7 @@ def literal(value: Any) -> Any:
     return [literal(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Writes the file atomically, readable only by its owner. Raises OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # created with mode 0600
     with os.fdopen(descriptor, "w") as stream:

@@ -18,7 +18,7 @@ from infra.errors import InfraError, StalePlan, StateElsewhere, StateLocked
 from infra.render import ROOT_FILE, render, text_of, write_root
 from infra.stack import Stack, module_name, node_ids
 from infra.terraform import Event, Program, Terraform
-from infra.text import write_whole
+from infra.text import write_atomically
 
 PLAN_FILE = "plan.tfplan"
 NOTE_FILE = "plan.json"
@@ -96,7 +96,7 @@ class Workspace:
                 raise StateElsewhere(f"cp -a {old}/. {new} && rm -r {old}")
             if here != home:
                 home.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_whole(place_file, str(here))
+                write_atomically(place_file, str(here))
             else:
                 place_file.unlink(missing_ok=True)
         except OSError as error:

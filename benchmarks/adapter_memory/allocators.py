@@ -10,7 +10,7 @@ import bisect
 from dataclasses import dataclass
 from typing import Protocol
 
-from adapters.artifact import ArtifactHeader, LayerBlock, Pair
+from adapters.artifact import ArtifactHeader, LayerBlock, StoredPair
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, lay_out
 from node_agent.adapter_memory.pages import PageMap, choose_page_size
@@ -80,7 +80,7 @@ class Pages:
         return self.lost
 
     def _lay_out(self, shape: Shape) -> AdapterLayout:
-        pairs = tuple(Pair(p, shape.rank, 1.0, 0, 0) for p in shape.projections)
+        pairs = tuple(StoredPair(p, shape.rank, 1.0, 0, 0) for p in shape.projections)
         blocks = (LayerBlock(0, 0, "", pairs),) * shape.base.num_layers
         header = ArtifactHeader(1, "", "", "float16", blocks)
         return lay_out(header, shape.base, 2, self.page // ROW_ALIGN)

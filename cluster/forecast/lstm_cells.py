@@ -59,8 +59,9 @@ def read_out(parameters: Parameters, state: Array, moment: Array) -> Array:
 def loss_and_gradients(
     parameters: Parameters, windows: Array, embedding: Array, moment: Array, outcomes: Array
 ) -> tuple[float, Parameters, Array]:
-    """Returns the loss, the gradients of the parameters except `embedding`, and the gradients of the embeddings, [n,
-    EMBEDDING]. The loss is the mean cross-entropy over functions and horizons. `outcomes` is [n, horizons], 0 or 1."""
+    """Returns the loss, its gradients by the arrays in `parameters`, and its gradient [n, EMBEDDING] by the argument
+    `embedding`. The loss is the mean cross-entropy over functions and horizons. The gradients lack the key `embedding`
+    of `parameters`. `outcomes` is [n, horizons], 0 or 1."""
     tape: list[tuple[_Tape, _Tape]] = []
     zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
     lower = upper = zero, zero

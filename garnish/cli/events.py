@@ -103,12 +103,12 @@ def _show(screen: Screen, event: EventReply) -> None:
 
 def create_secret(service: Service, output: Output, tenant: TenantName) -> None:
     """Create a secret and show it once. At most two are valid, so that receivers can change to the new one."""
-    from garnish.calls import webhook_secret_call
+    from garnish.calls import create_webhook_secret_call
     from gateway.routes.webhook_secrets import NewSecretReply
 
     screen = output.screen()
     with service.client(admin=True) as client:
-        created = client.ask(webhook_secret_call(tenant), NewSecretReply)
+        created = client.ask(create_webhook_secret_call(tenant), NewSecretReply)
     screen.line(created.secret)
     screen.notice(f"its id is {created.secret_id}; it is not shown again")
     screen.result(created)

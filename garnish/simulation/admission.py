@@ -28,9 +28,10 @@ class Admission:
         self._short_since: dict[Job, float] = {}
 
     def choose(self, queue: WaitingQueue, running: Collection[Job], kv_free: int, now: float) -> list[Job]:
-        """Removes the requests that can be admitted from `queue`, and returns them.
+        """Removes from `queue` the requests that can be admitted now, and returns them.
 
-        `kv_free` is in tokens. Each returned request has a lease on its adapter, and its `kv` is set.
+        `kv_free` is the free KV memory in tokens. For each returned request a lease on its adapter is acquired, and
+        `job.kv` is set to the KV memory that it reserves, in tokens.
         """
         profile, admitted = self._profile, list[Job]()
         loading = [job for job in running if job.entry is not None and not job.entry.is_complete]

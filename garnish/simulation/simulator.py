@@ -21,7 +21,7 @@ from garnish.simulation.job import Job
 from garnish.simulation.node import Pace, SimulatedNode
 from garnish.simulation.oracle import Oracle
 from garnish.simulation.profile import NodeProfile
-from gateway.scheduling.dlora import Migrates, Movable
+from gateway.scheduling.dlora import Migrates, MovableRequest
 from gateway.scheduling.lengths import ResponseLengths
 from gateway.scheduling.placement import eligible_nodes
 from gateway.scheduling.policy import Policy
@@ -178,7 +178,7 @@ class Simulator:
         A waiting request moves at once, a running one when its iteration ends.
         """
         loads = {node.index: len(node.running) + len(node.queue) - len(node.leaving) for node in self.nodes}
-        for move in policy.moves(loads, [movable for node in self.nodes for movable in _movables(node, self.now)]):
+        for move in policy.moves(loads, [movable for node in self.nodes for movable in _movable(node, self.now)]):
             job = self.jobs[int(move.id)]
             self.nodes[job.node].move(job, self.now, partial(self._submit, node=self.nodes[move.row]))
         for node in self.nodes:
@@ -189,11 +189,11 @@ class Simulator:
         self.lengths.record(job.tenant, job.digest or "", job.output)
 
 
-def _movables(node: SimulatedNode, now: float) -> Iterator[Movable]:
+def _movable(node: SimulatedNode, now: float) -> Iterator[MovableRequest]:
     """Yields those of the node's jobs that were never moved."""
     for job in node.queue:
         if not job.moves:
-            yield Movable(str(job.number), node.index, runs=False, tokens=job.prompt + job.generated)
+            yield MovableRequest(str(job.number), node.index, runs=False, tokens=job.prompt + job.generated)
     for job in sorted(node.running, key=lambda job: job.number):
         if not job.moves and job not in node.leaving:
-            yield Movable(str(job.number), node.index, runs=True, tokens=job.prompt + node.tokens(job, now))
+            yield MovableRequest(str(job.number), node.index, runs=True, tokens=job.prompt + node.tokens(job, now))

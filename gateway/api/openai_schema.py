@@ -90,7 +90,7 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
     top_logprobs: schema.LogprobCount | None = None
 
     @property
-    def alternatives(self) -> int | None:
+    def top_logprob_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -57,7 +57,7 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     # Properties whose fields differ between routes:
 
     @property
-    def alternatives(self) -> int | None:
+    def top_logprob_count(self) -> int | None:
         """Returns the number of most likely tokens to report for each token; None if no log probabilities are
         requested."""
         stated: int | None = getattr(self, "logprobs", None)

@@ -260,7 +260,7 @@ class BatchRunner:
 
     def _start_call(self, run: BatchRun, index: int, answer: AnswerLine) -> None:
         task = asyncio.create_task(self._run_call(run, index, answer))
-        self._shares.begin(run.record.tenant)
+        self._shares.begin_call(run.record.tenant)
         owners = (run.calls, self._under_way, self._reading)
         for owner in owners:
             owner.add(task)
@@ -268,7 +268,7 @@ class BatchRunner:
         def end(_: asyncio.Task[None]) -> None:  # also runs for a task that was cancelled before it started
             for owner in owners:
                 owner.discard(task)
-            self._shares.end(run.record.tenant)
+            self._shares.end_call(run.record.tenant)
             self._room.set()
 
         task.add_done_callback(end)
@@ -295,7 +295,7 @@ class BatchRunner:
         if answer.error in AGAIN or (answer.error in FLEETING and tries < ATTEMPTS):
             pause = answer.retry_after or PAUSE_SECONDS
             if answer.error == "rate_limited":
-                pause = share.refuse(self._clock(), answer.retry_after)
+                pause = share.record_refusal(self._clock(), answer.retry_after)
             elif answer.error == "overloaded":
                 self._paused_until = self._clock() + min(pause, PAUSE_SECONDS)
             elif answer.error in FLEETING:

@@ -25,7 +25,7 @@ class Share:
         self.window = MAX_WINDOW
         self.paused_until = 0.0
 
-    def refuse(self, now: float, retry_after: float | None) -> float:
+    def record_refusal(self, now: float, retry_after: float | None) -> float:
         """Halves the window after a call was refused. Returns the seconds for which no call of the tenant may start."""
         seconds = min(retry_after or PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         self.window, self.paused_until = max(1.0, self.window / 2), now + seconds
@@ -63,12 +63,12 @@ class Shares:
                 oldest[tenant] = run  # ids count down
         return min(oldest.values(), key=lambda run: self.of(run.record.tenant).served, default=None)
 
-    def begin(self, tenant: str) -> None:
+    def begin_call(self, tenant: str) -> None:
         share = self.of(tenant)
         share.in_flight += 1
         share.served += 1 / share.weight
 
-    def end(self, tenant: str) -> None:
+    def end_call(self, tenant: str) -> None:
         self.of(tenant).in_flight -= 1
 
     def _may_begin(self, tenant: str) -> bool:

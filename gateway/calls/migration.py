@@ -16,7 +16,7 @@ from cluster.state import ClusterState
 from gateway.background import background
 from gateway.calls.dispatch import Dispatcher, Generation, Rerouted
 from gateway.calls.request import Invocation
-from gateway.scheduling.dlora import Migrates, Movable
+from gateway.scheduling.dlora import Migrates, MovableRequest
 from gateway.scheduling.placement import Placed
 
 
@@ -48,7 +48,7 @@ class Migration:
         loads = {row: float(nodes.requests[row]) for row in rows.tolist()}
         names = frozenset(filter(None, nodes.ids))
         movable = [
-            Movable(id, row, call.times.started_at is not None, len(call.request.token_ids) + call.times.tokens)
+            MovableRequest(id, row, call.times.started_at is not None, len(call.request.token_ids) + call.times.tokens)
             for id, call in self.open.items()
             if not call.moved and call.node is not None and (row := nodes.row(call.node)) is not None
         ]

@@ -117,7 +117,7 @@ class NodeWatches:
                 stream.give_up(error)
 
     async def _check(self, watch: _Watch) -> None:
-        recorded = await self._state.silence(watch.node_id, watch.epoch)
+        recorded = await self._state.seconds_since_report(watch.node_id, watch.epoch)
         now = time.monotonic()
         silence = min(recorded, now - watch.last_bytes)
         first = silence >= self._first_silence and await self._others_serve()

@@ -32,7 +32,7 @@ class Head(msgspec.Struct, frozen=True):
     include_usage: bool
     choices: int = 1
     """Number of generations per prompt."""
-    alternatives: int = 0
+    top_logprob_count: int = 0
     """Number of most likely tokens that `logprobs` lists per token."""
     echo: list[Echo] = []
     """Echoed text of each prompt; empty if nothing is echoed."""
@@ -201,7 +201,7 @@ def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]
     """Returns the prompt's tokens from the second on, each with as many alternatives as `logprobs` asks for."""
     if not (head.echo and head.logprobs):
         return []
-    return [msgspec.structs.replace(entry, top=entry.top[: head.alternatives]) for entry in scored]
+    return [msgspec.structs.replace(entry, top=entry.top[: head.top_logprob_count]) for entry in scored]
 
 
 def _completion_logprobs(

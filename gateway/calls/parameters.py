@@ -61,7 +61,7 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
         "temperature": 0.0 if passed_on.get("temperature", 1.0) < GREEDY_BELOW else passed_on.get("temperature", 1.0),
         "top_k": max(merged.top_k or 0, 0),
         "seed": secrets.randbits(63) if merged.seed is None else merged.seed & MAX_SEED,
-        "logprobs": merged.alternatives,
+        "logprobs": merged.top_logprob_count,
         "logit_bias": _biases(merged.logit_bias or {}, vocab_size),
         "stop_token_ids": stop_ids,
         "bad_words": _bad_words(merged.bad_words or [], text),
@@ -78,7 +78,7 @@ def prompt_logprobs(call: GenerationParams) -> int | None:
 
     As in vLLM, `echo` requests as many for the prompt as `logprobs` does for the output.
     """
-    echoed = call.alternatives if call.echoes else None
+    echoed = call.top_logprob_count if call.echoes else None
     return max((k for k in (call.prompt_logprobs, echoed) if k is not None), default=None)
 
 
@@ -102,7 +102,7 @@ def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, c
     return max_tokens
 
 
-def kept_tokens(merged: GenerationParams, context: int) -> int | None:
+def kept_prompt_tokens(merged: GenerationParams, context: int) -> int | None:
     """Returns the number of a prompt's last tokens to keep; None keeps all.
 
     The value -1 keeps as many as leave room for `max_tokens`; with the service's default limit at least half the

@@ -28,7 +28,7 @@ from gateway.calls.chat_templates import ChatTemplates
 from gateway.calls.parameters import (
     NodeParameters,
     check_prompt_logprobs,
-    kept_tokens,
+    kept_prompt_tokens,
     max_tokens_of,
     merge,
     resolve,
@@ -129,7 +129,7 @@ class InputProcessor:
         context = await self.served_context()
         deadline = watch.received + self._timeout(stated, target)
         parameters = resolve(merged, self.text, self.base.vocab_size)
-        keep = kept_tokens(merged, context)
+        keep = kept_prompt_tokens(merged, context)
         source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)
         prompts = await tokens_of(source, self.text, self.text_threads, context, deadline, request.receive, keep)
         check_prompt_logprobs(merged, choices * sum(map(len, prompts)))

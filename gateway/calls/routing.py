@@ -75,7 +75,7 @@ class Router:
         except ServiceError as error:
             outcome = "unavailable" if error.type == "unavailable" else "overloaded"
             if counts_refusal and error.type == "overloaded":
-                self.loads.refuse(self._refused_work(await self.state.table(), placement_request))
+                self.loads.count_refused(self._refused_work(await self.state.table(), placement_request))
             raise
         finally:
             took = time.monotonic() - began

@@ -82,8 +82,10 @@ class FirstNodeWait:
     def timeout_error(self) -> ServiceError:
         """Returns the error for a call that waited for the maximum time.
 
-        Its Retry-After is the time that remains if the node starts as fast as the previous first node did. If more time
-        than that has already passed, Retry-After is the time that has passed.
+        Its Retry-After estimates the seconds until a node is ready: the previous wait for a first node, minus the time
+        that the current wait has lasted. If there was no previous wait, or the current one already lasts as long,
+        Retry-After is the time that the current wait has lasted. The value is at least MIN_RETRY_S and at most
+        MAX_RETRY_S.
         """
         passed = 0.0 if self._since is None else self._clock() - self._since
         expected = passed if self._last_wait is None or self._last_wait <= passed else self._last_wait - passed

@@ -49,9 +49,12 @@ class Destinations:
                 await self.check(tenant, destination, f"{within}{field}")
 
     async def check(self, tenant: str, destination: Destination, field: str) -> None:
-        """Checks that the tenant has the function, or that its webhooks may go to the host.
+        """Checks that the destination can be used.
 
-        Raises ServiceError `validation_failed`, InvalidRequest, StoreUnavailable.
+        Its function must exist for the tenant or be the base model; its URL must have a host to which the tenant's
+        webhooks may go.
+        `field`: name of the field to state in errors. Raises InvalidRequest for a malformed destination. Raises
+        ServiceError `validation_failed` for a missing function or a host that is not allowed, and StoreUnavailable.
         """
         check_destination(destination, field)
         if destination.webhook is not None:

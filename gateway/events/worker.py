@@ -107,7 +107,7 @@ class Worker:
             try:
                 await events.threads.write(events.store.beat, self.name, len(self._executions))
                 self._beat_at = began
-                await self._check_executions()
+                await self._cancel_lost_executions()
                 await events.threads.write(release, events.store, self._lost_here)
             except StoreUnavailable as error:
                 log.warning("a worker of events can't say that it lives", extra={"why": str(error)})
@@ -120,7 +120,7 @@ class Worker:
         """
         return holder == self.name and event_id not in self._runs.active
 
-    async def _check_executions(self) -> None:
+    async def _cancel_lost_executions(self) -> None:
         """Cancels executions of events that another worker has cancelled or claimed."""
         for event_id, (stored, _) in list(self._executions.items()):
             now = await self._events.threads.read(self._events.store.find, stored.record.tenant, event_id)

@@ -45,10 +45,11 @@ class StoreClock:
 
 
 class ChangeWatch:
-    """Watch of records that serve as leases: a holder renews one by rewriting it, which changes its ETag.
+    """Watch of records that serve as leases: a holder renews its lease by rewriting the record, which changes the ETag.
 
-    No clocks of different hosts are compared. A holder counts its lease from before it writes. A challenger counts it
-    from after it first reads that write, by its own monotonic clock, so the challenger's lease always ends later.
+    Clocks of different hosts are never compared. For the holder, a lease begins just before the holder writes the
+    record. For a challenger, it begins when the challenger first reads the new ETag, by the challenger's own monotonic
+    clock. So the challenger always sees the lease end later than the holder does.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -86,13 +86,13 @@ class Poller(Generic[R]):
         self._per_tenant = at_once if per_tenant is None else per_tenant
         self._idle_s = idle_s
         self._placeless: dict[str, Callable[[], bool]] = {}
-        """Jobs that wait for a place of their tenant, by id: functions that return whether there is one."""
+        """Functions that return whether a job's tenant has a free place, by the id of the job that waits for one."""
         self._markers: dict[str, Marker] = {}
         """Markers of the active jobs."""
         self._windows = Windows(at_once, monotonic)
         self._after = ""
         self._waiting: dict[str, list[Marker]] = {}
-        """Markers of the last poll's jobs that have not started."""
+        """Markers of jobs that the last poll listed and that have not started, by tenant."""
         self._polled_at = self._backoff_until = -inf
         self._next_due_at = inf
         self._job_ended = asyncio.Event()
@@ -209,9 +209,9 @@ class Poller(Generic[R]):
 
     def _record_outcome(self, marker: Marker, refused_for_s: float | None) -> None:
         if refused_for_s is None:
-            self._windows.accept(function_of(marker))
+            self._windows.record_acceptance(function_of(marker))
         else:
-            self._windows.refuse(function_of(marker), refused_for_s)
+            self._windows.record_refusal(function_of(marker), refused_for_s)
 
     async def _rest(self, seconds: float) -> None:
         """Waits until `seconds` seconds have passed or a job has ended. While there is room for another job, a new job

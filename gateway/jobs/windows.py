@@ -47,16 +47,16 @@ class Windows:
         self._clock = clock
         self._windows: dict[Function, Window] = {}
 
-    def refuse(self, function: Function, seconds: float) -> None:
-        """Shrinks the function's window, because an active job was refused. The job may be accepted after `seconds`
-        seconds."""
+    def record_refusal(self, function: Function, retry_after_s: float) -> None:
+        """Shrinks the function's window, because an active job was refused. The job may be accepted after
+        `retry_after_s` seconds."""
         window = self._windows.setdefault(function, Window(self._max_size))
         window.refused_at, window.size = self._clock(), window.size - 1
         if window.size < 1:
-            window.size, window.closed_until = 1.0, window.refused_at + max(seconds, window.pause_s)
+            window.size, window.closed_until = 1.0, window.refused_at + max(retry_after_s, window.pause_s)
             window.pause_s = min(2 * window.pause_s, LONGEST_PAUSE_S)
 
-    def accept(self, function: Function) -> None:
+    def record_acceptance(self, function: Function) -> None:
         """Grows the function's window, because an active job was not refused."""
         window = self._windows.get(function)
         if window is not None:

@@ -31,10 +31,11 @@ async def look_up(
 
 
 async def choices_of(functions: Functions, key: str) -> Sequence[Choice] | None:
-    """Returns the versions to which a function's alias `latest` points; None if the function does not exist.
+    """Returns the versions to which a function's alias `latest` points, with their shares; None if the function does
+    not exist.
 
-    `key`: `tenant/name`. The result is empty if the function has no `latest`, or if its record is damaged; both may
-    change. Raises StoreUnavailable.
+    `key`: `tenant/name`. The result is empty if the function has no alias `latest`, or if a record that is needed is
+    damaged. A later call may find versions in either case. Raises StoreUnavailable.
     """
     tenant, _, name = key.partition("/")
     try:

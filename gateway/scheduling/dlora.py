@@ -18,7 +18,7 @@ MIN_GAP, RUNNING_GAP = 2, 6
 """Minimum difference between two nodes' numbers of requests at which a waiting request, or a running one, migrates."""
 
 
-class Movable(NamedTuple):
+class MovableRequest(NamedTuple):
     """Request that has not been migrated yet."""
 
     id: str
@@ -43,7 +43,7 @@ class Migrates(Protocol):
     period: float
     """Interval between two calls of `moves`, in seconds."""
 
-    def moves(self, loads: Mapping[int, float], requests: Sequence[Movable]) -> list[Move]:
+    def moves(self, loads: Mapping[int, float], requests: Sequence[MovableRequest]) -> list[Move]:
         """Returns the migrations to make, at most one per request.
 
         `loads`: number of requests on each serving node, by its row. `requests`: in order of arrival.
@@ -54,9 +54,9 @@ class Migrates(Protocol):
 class Dlora(MostIdle):
     period = PERIOD
 
-    def moves(self, loads: Mapping[int, float], requests: Sequence[Movable]) -> list[Move]:
+    def moves(self, loads: Mapping[int, float], requests: Sequence[MovableRequest]) -> list[Move]:
         loads, moves = dict(loads), []
-        movable: dict[int, list[Movable]] = {row: [] for row in loads}
+        movable: dict[int, list[MovableRequest]] = {row: [] for row in loads}
         for request in requests:
             movable.get(request.row, []).append(request)
         for _ in range(len(loads)):  # at most this many moves
@@ -71,7 +71,7 @@ class Dlora(MostIdle):
         return moves
 
 
-def _movable(requests: Sequence[Movable], gap: float) -> Movable | None:
+def _movable(requests: Sequence[MovableRequest], gap: float) -> MovableRequest | None:
     """Returns the latest waiting request, else the running one with the fewest tokens; None if `gap` is too small."""
     if gap < MIN_GAP:
         return None

@@ -15,7 +15,8 @@ from gateway.usage.counts import UsageCounts
 class Cell(NamedTuple):
     hour: str
     source: str
-    """Source that counted the cell, as `<gateway>-<part>`: a part of one gateway's journal."""
+    """Id of the sums that contain the cell, `<gateway>-<part>`: the gateway's id in its journal, and `Sums.part`, which
+    distinguishes this gateway's sums of the same hour."""
     function: str
     version: str
 

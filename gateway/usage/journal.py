@@ -68,11 +68,13 @@ class Sums(msgspec.Struct):
 
 
 class Journal:
-    """A slot of the state directory, with its file lock. Only `append` may run on the event loop; the other methods
-    block."""
+    """Usage journal of one gateway process: a numbered folder (slot) of the state directory, held with a file lock.
+
+    `append` and `begin_segment` may run on the event loop; the other methods may block for long.
+    """
 
     def __init__(self, folder: Path, lock: int) -> None:
-        """Opens the slot in `folder`. `lock`: descriptor of its locked file. Raises OSError."""
+        """Opens the journal in `folder`. `lock`: descriptor of the folder's locked file. Raises OSError."""
         self._folder = folder
         self._lock = lock
         self._log: int | None = None
@@ -156,23 +158,23 @@ class Journal:
         return self._folder / f"{kind}-{number:08d}"
 
 
-def claim(folder: Path) -> Journal:
+def claim_journal(folder: Path) -> Journal:
     """Returns the journal of the first slot that no running process has. Raises JournalError, OSError."""
     for slot in range(MAX_SLOTS):
-        journal = _take(folder / str(slot))
+        journal = _lock_journal(folder / str(slot))
         if journal is not None:
             return journal
     raise JournalError(f"{MAX_SLOTS} gateways use {folder} already; give each its own state directory")
 
 
-def abandoned(folder: Path) -> Iterator[Journal]:
+def abandoned_journals(folder: Path) -> Iterator[Journal]:
     """Yields the journals of slots whose processes have exited. The caller must flush and close them.
 
     Journals that can't be read are logged and left in place.
     """
     for path in sorted(folder.iterdir()):
         try:
-            journal = _take(path) if path.name.isdecimal() and path.is_dir() else None
+            journal = _lock_journal(path) if path.name.isdecimal() and path.is_dir() else None
         except (JournalError, OSError) as error:
             log.error(LEFT, exc_info=error)
         else:
@@ -180,7 +182,8 @@ def abandoned(folder: Path) -> Iterator[Journal]:
                 yield journal
 
 
-def _take(path: Path) -> Journal | None:
+def _lock_journal(path: Path) -> Journal | None:
+    """Returns the journal in the folder, which is created if it is missing; None if another process has its lock."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = _open_lock(path / "lock")
     try:
@@ -195,7 +198,8 @@ def _take(path: Path) -> Journal | None:
 
 
 def _open_lock(path: Path) -> int:
-    """Opens the file, which is made if it is missing. On a read-only disk an existing one can be locked as well."""
+    """Opens the file, and creates it if it is missing. On a disk that takes no more writes, opens an existing file for
+    reading, which is enough to lock it."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -19,7 +19,7 @@ from gateway.background import background
 from gateway.catalog.threads import LeavableThreads
 from gateway.usage.counts import UsageCounts
 from gateway.usage.hours import HOUR, hour_name, hour_start
-from gateway.usage.journal import LEFT, Journal, Line, Sums, abandoned, claim
+from gateway.usage.journal import LEFT, Journal, Line, Sums, abandoned_journals, claim_journal
 from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
@@ -173,7 +173,7 @@ async def open_ledger(
 
     Raises JournalError, OSError.
     """
-    journal = await asyncio.to_thread(claim, folder)
+    journal = await asyncio.to_thread(claim_journal, folder)
     try:
         ledger = UsageLedger(journal, store, clock)
         await ledger.begin()
@@ -188,7 +188,7 @@ async def open_ledger(
 
 async def _take_over(folder: Path, store: ObjectStore) -> None:
     """Writes to the registry what exited processes left in their journals. What can't be written stays there."""
-    for journal in await asyncio.to_thread(lambda: list(abandoned(folder))):
+    for journal in await asyncio.to_thread(lambda: list(abandoned_journals(folder))):
         try:
             ledger = UsageLedger(journal, store, time.time)
             await ledger.begin()

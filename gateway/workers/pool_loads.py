@@ -128,7 +128,7 @@ class PoolLoads:
         """Returns the sample of a request that arrived at `since`."""
         return QueueSample(self, since)
 
-    def refuse(self, work: float | None) -> None:
+    def count_refused(self, work: float | None) -> None:
         """Counts the work of a request that was refused because all nodes were full."""
         self.slice(None).arrived += work or 0.0
 

@@ -37,11 +37,11 @@ def use_slot(slot: Slot) -> None:
     """Makes this process keep the values of all metrics that it creates from now on in `slot`. Continues the counters
     that an earlier worker left there."""
     slot.clear_gauges()
-    values.ValueClass = type("SlotValue", (_Value,), {"worker": _Worker(slot)})
+    values.ValueClass = type("SlotValue", (_Value,), {"worker": _WorkerValues(slot)})
 
 
-class _Worker:
-    """Values of one worker in its slot."""
+class _WorkerValues:
+    """Metric values of one worker, in its slot of the shared memory."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot, self.lock = slot, Lock()
@@ -49,8 +49,10 @@ class _Worker:
         self._is_reported = False
 
     def place(self, key: bytes) -> int | None:
-        """Returns the place of a key's numbers, which is made if it is missing; None if the slot is full. Logs the
-        first such case."""
+        """Returns the place of a key's numbers in the slot, and creates it if missing.
+
+        Returns None if the slot is full, and logs the first such case.
+        """
         with self.lock:
             if key not in self._places:
                 place = self.slot.add(key)
@@ -71,7 +73,7 @@ class _Value:
     are in this process alone and are not shown."""
 
     _multiprocess = True
-    worker: ClassVar[_Worker]
+    worker: ClassVar[_WorkerValues]
 
     def __init__(
         self,

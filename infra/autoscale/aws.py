@@ -59,7 +59,7 @@ class AwsDriver:
             desired=group["DesiredCapacity"],
             max=group["MaxSize"],
             live=live,
-            settled=not self._broken(pool, group),
+            settled=not self._healthy_with_failed_gpu(pool, group),
         )
 
     def set_desired(self, pool: str, size: int) -> None:
@@ -70,7 +70,7 @@ class AwsDriver:
         """
         current = self.size(pool)
         check_bounds(pool, size, current)
-        for instance in [] if current.settled else self._broken(pool, self._group(pool)):
+        for instance in [] if current.settled else self._healthy_with_failed_gpu(pool, self._group(pool)):
             self._call(
                 "set_instance_health", InstanceId=instance, HealthStatus="Unhealthy", ShouldRespectGracePeriod=False
             )
@@ -82,7 +82,7 @@ class AwsDriver:
                 HonorCooldown=False,  # the windows of `sizing` already smooth the size
             )
 
-    def _broken(self, pool: str, group: dict[str, Any]) -> list[str]:
+    def _healthy_with_failed_gpu(self, pool: str, group: dict[str, Any]) -> list[str]:
         """Returns the ids of instances that have a failed GPU and are healthy according to the group."""
         serving = [instance for instance in group["Instances"] if instance["LifecycleState"] == "InService"]
         healthy = [str(instance["InstanceId"]) for instance in serving if instance.get("HealthStatus") == "Healthy"]

@@ -13,7 +13,7 @@ import msgspec
 
 from infra.autoscale.driver import PoolDriver, PoolSize
 from infra.errors import InfraError
-from infra.text import write_whole
+from infra.text import write_atomically
 
 FILE = "sizes.json"
 
@@ -47,7 +47,7 @@ def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(sizes, order="sorted")).decode()
-        write_whole(directory / FILE, text)
+        write_atomically(directory / FILE, text)
     except OSError as error:
         raise InfraError(f"{error.filename or directory}: {error.strerror}") from error
 

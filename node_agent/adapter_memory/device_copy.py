@@ -108,7 +108,8 @@ class DeviceCopy:
         return layers[: max(1, sum(size <= max_bytes for size in sizes))]
 
     def _settle(self) -> None:
-        """Ends the copy, once no portion is being transferred."""
+        """Marks the copy as ended, with its final state: copied, failed or stopped. Does not wait: call it only when no
+        portion is being transferred."""
         states = self.states
         self.over, states.arrived = True, time.monotonic()
         states.bytes_after = self.loader.crossed_bytes

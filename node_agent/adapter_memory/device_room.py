@@ -72,7 +72,8 @@ class DeviceRoom:
         self._free_slots.append(slot)
 
     def move_in(self, entry: DeviceAdapter) -> None:
-        """Assigns the place to the adapter until it is evicted, and enters it in the table."""
+        """Records that the adapter has the place named in `entry` (slot, pages, table entries) until it is evicted.
+        Also writes its table entries."""
         self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))
         self.adapters[entry.host.digest] = entry
 

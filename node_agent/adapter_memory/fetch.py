@@ -186,7 +186,7 @@ class Fetch:
             piece = data[low : low + LARGEST_RANGE]
             start = part.start + low
             if source is None:
-                landing = partial(_land_behind, land, data, low)
+                landing = partial(_land_after_earlier_pieces, land, data, low)
                 size = self.store.get_range_into(self.host.artifact, start, piece, landing)
             else:
                 size = source.read_into(start, piece)
@@ -255,5 +255,5 @@ class Fetch:
         return Range(at, part.end, start, part.start + part.size - start, tries)
 
 
-def _land_behind(land: Land, data: memoryview, before: int, count: int) -> None:
+def _land_after_earlier_pieces(land: Land, data: memoryview, before: int, count: int) -> None:
     land(data, before + count)

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from adapters.artifact import FORMAT_VERSION, ArtifactHeader, LayerBlock, Pair
+from adapters.artifact import FORMAT_VERSION, ArtifactHeader, LayerBlock, StoredPair
 from adapters.base_model import PROJECTIONS, BaseModel
 from node_agent.types import GROUPS
 
@@ -171,7 +171,7 @@ def lay_out_uniform(
     base: BaseModel, rank: int, projections: Sequence[int], itemsize: int, page_units: int
 ) -> AdapterLayout:
     """Returns the layout of an adapter with the same rank and the same projections in every layer."""
-    pairs = tuple(Pair(projection, rank, 1.0, 0, 0) for projection in projections)
+    pairs = tuple(StoredPair(projection, rank, 1.0, 0, 0) for projection in projections)
     layers = (LayerBlock(0, 0, "", pairs),) * base.num_layers
     return lay_out(ArtifactHeader(FORMAT_VERSION, "", base.fingerprint, "float32", layers), base, itemsize, page_units)
 

@@ -23,7 +23,8 @@ Part = tuple[int, int, int, torch.Tensor, float]
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """Piece of a group: contiguous A rows and their part of B."""
+    """Views of one piece of a projection group's LoRA weights: a contiguous run of A rows, and the parts of B that
+    belong to these rows."""
 
     a: torch.Tensor
     """[d_in, number of A rows in the piece]"""

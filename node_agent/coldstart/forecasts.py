@@ -122,7 +122,7 @@ class CostForecasts:
         load = costs.load.sum() / max(1, self.store.loads_in_flight)
         together = costs.in_host.max() + load <= layers * costs.device
         sharing = contention.other_requests if together else contention.ready
-        return sharing * layers * profile.apart_seconds(n_tokens, sharing)
+        return sharing * layers * profile.extra_seconds_apart(n_tokens, sharing)
 
     def _decode_costs(
         self, lease: Lease, costs: ChunkCosts, tokens: int, profile: Profile, while_loading: bool

@@ -63,7 +63,8 @@ class PassHandoffs(Protocol):
         worker can take it."""
 
     def end(self) -> None:
-        """Declares that the pass opens no more handoffs. `quiet` is True once none is read any more."""
+        """Declares that the pass opens no more handoffs. `quiet` becomes True once no worker reads any of the pass's
+        handoffs."""
 
     @property
     def quiet(self) -> bool:

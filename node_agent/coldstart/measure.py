@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from adapters.artifact import ArtifactHeader, LayerBlock, Pair
+from adapters.artifact import ArtifactHeader, LayerBlock, StoredPair
 from adapters.base_model import BaseModel
 from cluster.least_squares import nonnegative
 from cluster.messages import Sampling
@@ -278,7 +278,7 @@ def lent_rows(store: AdapterStore, layout: AdapterLayout) -> Iterator[int | None
 def _header(base: BaseModel, rank: int) -> ArtifactHeader:
     """Returns the header of an adapter of rank `rank` that adapts the measured projection group of the first layer
     alone."""
-    pairs = tuple(Pair(p, rank, 1.0, 0, 0) for p in GROUPS[GROUP])
+    pairs = tuple(StoredPair(p, rank, 1.0, 0, 0) for p in GROUPS[GROUP])
     layers = (LayerBlock(0, 0, "", pairs), *(LayerBlock(0, 0, "", ()) for _ in range(base.num_layers - 1)))
     return ArtifactHeader(1, "measured", base.fingerprint, "float32", layers)
 

@@ -90,7 +90,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         (low, below), (high, above) = self.layer[at - 1], self.layer[at]
         return below + (above - below) * (tokens - low) / (high - low)
 
-    def apart_seconds(self, tokens: int, other_tokens: int) -> float:
+    def extra_seconds_apart(self, tokens: int, other_tokens: int) -> float:
         """Returns the extra seconds per layer of two separate passes compared to one joint pass. They have `tokens` and
         `other_tokens` tokens."""
         together = self.layer_seconds(tokens + other_tokens)

@@ -249,7 +249,7 @@ class WorkerManager:
             self._report()
             return True
         try:
-            if self._has_costs(pool) or self._unless_impossible(lambda: self._take(pool)):
+            if self._has_costs(pool) or self._unless_impossible(lambda: self._adopt(pool)):
                 self._judge(should_yield)
         except Interrupted as interrupted:
             self._postpone(interrupted, by_call=should_yield())
@@ -320,9 +320,9 @@ class WorkerManager:
         """Starts `count` workers and waits until they are warm. Raises ValueError when the handoff does not work."""
         pool = self._make(count)
         start_warm(pool, START_LIMIT_S)
-        self._take(pool)
+        self._adopt(pool)
 
-    def _take(self, pool: WorkerPool) -> bool:
+    def _adopt(self, pool: WorkerPool) -> bool:
         """Makes cold starts use the pool's workers, and measures their costs if the profile lacks them. Returns whether
         any worker answers; if none does, closes the pool. Raises ValueError when the handoff does not work."""
         starts, count = self.starts, pool.layout.workers

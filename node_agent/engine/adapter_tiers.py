@@ -27,15 +27,16 @@ class DeviceEntry(Protocol):
 
     @property
     def copied(self) -> float:
-        """Returns the share of its bytes that is on the device, 0 to 1."""
+        """Returns the share of the adapter's bytes that is on the device, 0 to 1."""
 
     @property
     def failure(self) -> LoadFailed | None:
-        """Returns why its load failed; None if it has not failed, or was abandoned because nobody wanted it."""
+        """Returns why the adapter's load failed. Returns None if it has not failed, or was abandoned because nobody
+        wanted the adapter."""
 
     @property
     def arrived(self) -> float:
-        """Returns the end of its load in monotonic seconds; 0 if it has not ended."""
+        """Returns the `time.monotonic()` at which the adapter's load ended; 0 if it has not ended."""
 
 
 class HostEntry(Protocol):
@@ -47,15 +48,16 @@ class HostEntry(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Returns whether its load ended early: it failed, or was abandoned."""
+        """Returns whether the adapter's load ended early: it failed, or was abandoned."""
 
     @property
     def abandoned(self) -> bool:
-        """Returns whether its load was abandoned because nobody wanted the adapter. The next `load` starts again."""
+        """Returns whether the adapter's load was abandoned because nobody wanted the adapter. The next `load` starts
+        again."""
 
     @property
     def failure(self) -> LoadFailed | None:
-        """Returns why its load ended early; None if it did not."""
+        """Returns why the adapter's load ended early; None if it did not."""
 
     @property
     def fetched(self) -> float:
@@ -71,7 +73,7 @@ class HostEntry(Protocol):
 
     @property
     def arrived(self) -> float:
-        """Returns the end of its load in monotonic seconds; 0 if it has not ended."""
+        """Returns the `time.monotonic()` at which the adapter's load ended; 0 if it has not ended."""
 
 
 class HostEntries(Protocol):

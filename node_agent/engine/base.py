@@ -165,11 +165,11 @@ class EngineBase(ABC):
             return
         admission = self.scheduler.admit(self.limits.max_rows, self._preempt)
         for request in admission.admitted:
-            self._retract(request)
+            self._stop_awaiting_adapter(request)
             self._begin(request)
         for entry in admission.refused:
             log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
-            self._retract(entry.request)
+            self._stop_awaiting_adapter(entry.request)
             self._finish(entry.request, "error", entry.type, entry.message, damaged=entry.damaged)
 
     def _begin(self, request: Request) -> None:
@@ -210,7 +210,7 @@ class EngineBase(ABC):
         self.blocks.release(request.blocks, after)
         request.blocks = []
 
-    def _retract(self, request: Request) -> None:
+    def _stop_awaiting_adapter(self, request: Request) -> None:
         if request.adapter is not None:
             self.store.retract(request.adapter.digest)
 
@@ -258,7 +258,7 @@ class EngineBase(ABC):
             del self.running[request.id]
         elif self.queue.get(request.id) is request:
             self.queue.remove(request)
-            self._retract(request)
+            self._stop_awaiting_adapter(request)
         request.change_state(RequestState.FINISHED)
         if not self.busy:
             self.queue.shares.reset()

@@ -86,7 +86,7 @@ class Joining:
         chosen = self.cold.cold_start.joining(parts, len(running) - len(waiting))
         return {request.id for request in waiting if request.lease is not None and request.lease.digest in chosen}
 
-    def open(self, rows: Sequence[Row]) -> Joined:
+    def join(self, rows: Sequence[Row]) -> Joined:
         """Prepares the rows of a pass whose adapters are loading, and returns them. Rows for which no worker is free
         are in `left_out` of the result."""
         joined = Joined(self.cold, self._runner, self._start_lora)

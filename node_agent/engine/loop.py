@@ -124,7 +124,7 @@ class Engine(EngineBase):
                 yield
 
     def _compute_hot(self, chosen: HotRows) -> None:
-        joined = self.joining.open(chosen.rows)
+        joined = self.joining.join(chosen.rows)
         rows = [row for row in chosen.rows if row not in joined.left_out]
         computed: Computed | OutOfMemory | None = None
         try:

@@ -1,6 +1,7 @@
-"""Queue of work on the device for `node.runner: cuda`: copies each way, captured work and events, without waits.
+"""Ordered queue of work on the device for `node.runner: cuda`: copies to and from the device, captured work, events.
 
-All work of a pass goes through it, so that tests can substitute a queue that runs late.
+The caller never waits for the device. All work of a pass goes through this queue, so that tests can substitute a queue
+that runs late.
 """
 
 from __future__ import annotations

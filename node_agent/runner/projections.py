@@ -42,7 +42,7 @@ class FusedProjection(nn.Module):
         self.parts: dict[int, torch.Tensor] = {}
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [T, sum of widths], LoRA included, for x [T, d_in]."""
+        """Returns the outputs of all projections [T, sum of widths] for x [T, d_in], LoRA included."""
         lora = self.current.lora
         if lora is None or not lora.begin(self.layer, self.group, x):
             return self.linear.forward(x)
@@ -55,7 +55,8 @@ class FusedProjection(nn.Module):
         return [y] if len(self.widths) == 1 else y.split_with_sizes(self.widths, dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [1, T, widths[0]] for x [1, T, d_in]."""
+        """Returns the first projection's output [1, T, widths[0]] for x [1, T, d_in], LoRA included. Stores the other
+        projections' outputs in `parts`."""
         parts = self.product(x[0]).unsqueeze(0).split_with_sizes(self.widths, dim=-1)
         self.parts = dict(enumerate(parts[1:], start=1))
         return parts[0]

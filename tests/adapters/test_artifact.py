@@ -17,7 +17,7 @@ from adapters.artifact import (
     MAGIC,
     ArtifactHeader,
     LayerBlock,
-    Pair,
+    StoredPair,
     artifact_key,
     read_header,
     write_artifact,
@@ -125,7 +125,7 @@ def test_headers_that_can_not_be_true_are_refused(written: tuple[LocalStore, Art
     store, header, out = written
     data = out.read_bytes()
     first = header.layers[0]
-    outside = Pair(0, 4, 1.0, a_offset=0, b_offset=first.size)
+    outside = StoredPair(0, 4, 1.0, a_offset=0, b_offset=first.size)
     wrong: list[bytes] = [
         b"",
         b"GARNISH",

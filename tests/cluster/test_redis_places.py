@@ -33,7 +33,7 @@ def test_workers_share_records_and_places(shared_redis: RedisServer) -> None:
             await agree([one, two], {"a": 0})
             async with world.worker() as (_, late):
                 assert await reserved(late) == {"a": 0}
-                assert late._book.news("a") == two._book.news("a")
+                assert late._book.full_report("a") == two._book.full_report("a")
 
     asyncio.run(main())
 

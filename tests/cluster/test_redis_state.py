@@ -91,7 +91,7 @@ def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer, monk
             assert await two.reserve("a", "r1", Demand(), 0) == 0, "each reserves for itself"
             world.workers_clock.seconds += 44.0
             assert set(await reserved(one)) == {"a", "b"}, "nobody could have told that they live"
-            assert await one.silence("a", "1") < 40.0
+            assert await one.seconds_since_report("a", "1") < 40.0
             assert await one.publish(news(seq=2, running=7)) == "taken"
             assert await one.publish(news(seq=1)) == "older"
             own_redis.start()
@@ -177,7 +177,7 @@ def test_the_clock_of_redis_is_set_back(shared_redis: RedisServer) -> None:
             client.hset(link.key("node", "a"), "heard", later)
             async with world.worker(expiry=1.5, reservation_seconds=1.5) as (_, late):
                 await agree([late], {"a": 1})
-                assert await late.silence("a", "1") < 1.5
+                assert await late.seconds_since_report("a", "1") < 1.5
                 await agree([late], {})
             assert await state.reserve("a", "r2", Demand(), None)
             assert client.zrange(link.key("ends", "a"), 0, -1) == [b"r2"]

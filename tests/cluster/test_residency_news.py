@@ -133,7 +133,7 @@ def test_a_worker_that_comes_late_hears_of_all(shared_redis: RedisServer, count:
             async with world.worker() as (_, two):
                 found = (await two.nodes())[0].residents
                 assert dict(found) == {resident.digest: resident for resident in node.residents}
-                assert two._book.news("a").changes.at == node.log.at
+                assert two._book.full_report("a").changes.at == node.log.at
 
     asyncio.run(main())
 

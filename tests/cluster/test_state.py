@@ -103,8 +103,8 @@ def test_an_old_record_does_not_keep_a_node_alive(world: World) -> None:
         await world.wait(0.5)
         assert await state.nodes() == []
         assert not await state.reserve("a", "r", Demand(), None)
-        assert await state.silence("a", "1") >= 1.6
-        assert await state.silence("a", "2") == await state.silence("z", "1") == math.inf
+        assert await state.seconds_since_report("a", "1") >= 1.6
+        assert await state.seconds_since_report("a", "2") == await state.seconds_since_report("z", "1") == math.inf
         await state.publish(news(seq=6))
         assert [node.age < 1.6 for node in await state.nodes()] == [True]
 

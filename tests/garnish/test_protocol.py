@@ -44,7 +44,7 @@ def sse(name: str, data: Any) -> list[str]:
 
 def read(lines: list[str]) -> list[Any]:
     reader = EventReader()
-    events = [event for event in map(reader.line, lines) if event is not None]
+    events = [event for event in map(reader.feed_line, lines) if event is not None]
     reader.end()
     return events
 

@@ -27,7 +27,7 @@ def test_the_autoscaler_s_size_is_made_so_and_kept(pools: Pools) -> None:
     pools.made()
     sized(pools, 3)
     assert pools.plan() == [("create", "here-3", "not there yet")]
-    pools.provision().resize(pools.told.append)
+    pools.provision().resize_local_pools(pools.told.append)
     pools.start("here-3")
     assert pools.plan() == []
     provision = pools.provision()
@@ -37,7 +37,7 @@ def test_the_autoscaler_s_size_is_made_so_and_kept(pools: Pools) -> None:
     assert (shown.desired, shown.applied, shown.drift) == (3, 3, [told])
 
     sized(pools, 1)
-    pools.provision().resize(pools.told.append)
+    pools.provision().resize_local_pools(pools.told.append)
     assert [pools.running[node].wait(30) for node in ("here-2", "here-3")] == [-signal.SIGTERM] * 2
     assert pools.plan() == []
     pools.declare({"here": 3})
@@ -49,7 +49,7 @@ def test_a_size_also_replaces_what_died(pools: Pools) -> None:
     pools.made()
     pools.kill("here-2")
     assert pools.plan() == [("replace", "here-2", DEAD)]
-    pools.provision().resize(pools.told.append)
+    pools.provision().resize_local_pools(pools.told.append)
     (shown,) = pools.provision().show()
     assert shown.applied == 2
 
@@ -68,19 +68,19 @@ def test_a_size_also_replaces_a_node_whose_gpu_has_failed(pools: Pools) -> None:
         (shown,) = pools.provision().show()
         assert shown.nodes["here-2"] == f"draining ({FAILED})"
         pools.told.clear()
-        pools.provision().resize(pools.told.append)
+        pools.provision().resize_local_pools(pools.told.append)
     assert [line for line in pools.told if line.endswith("done")] == ["here-2: destroy done", "here-2: create done"]
     assert not any(line.startswith("here-1") for line in pools.told)
 
 
 def test_a_size_carries_out_nothing_that_nobody_looked_at(pools: Pools) -> None:
     with pytest.raises(InfraError, match=r"node_pools\.here does not exist yet: run `garnish infra plan`"):
-        pools.provision().resize(pools.told.append)
+        pools.provision().resize_local_pools(pools.told.append)
     pools.made()
     pools.declare({"here": 2}, node={"dtype": "float32"})
     sized(pools, 3)
     with pytest.raises(InfraError, match=r"replace of here-1 \(the nodes' settings have changed\) was not applied yet"):
-        pools.provision().resize(pools.told.append)
+        pools.provision().resize_local_pools(pools.told.append)
     (shown,) = pools.provision().show()
     assert shown.applied == 2
     with pytest.raises(FrontDoorError, match="no saved plan"):
@@ -109,7 +109,7 @@ def test_the_autoscaler_leaves_a_saved_plan_alone(pools: Pools) -> None:
     assert [change[0] for change in pools.plan()] == ["replace", "replace"]
     sized(pools, 3)
     with pytest.raises(InfraError, match="was not applied yet"):
-        pools.provision().resize(pools.told.append)
+        pools.provision().resize_local_pools(pools.told.append)
     sized(pools, 2)
     assert len(pools.apply().changes) == 2
 
@@ -118,6 +118,6 @@ def test_the_autoscaler_leaves_a_saved_plan_alone(pools: Pools) -> None:
     pools.apply()
     pools.kill("here-2")
     assert pools.plan() == [("replace", "here-2", DEAD)]
-    pools.provision().resize(pools.told.append)
+    pools.provision().resize_local_pools(pools.told.append)
     with pytest.raises(FrontDoorError, match="state has changed since"):
         pools.apply()

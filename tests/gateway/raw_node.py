@@ -91,9 +91,9 @@ class Watched(MemoryClusterState):
 
     looks = 0
 
-    async def silence(self, node_id: str, epoch: str) -> float:
+    async def seconds_since_report(self, node_id: str, epoch: str) -> float:
         self.looks += 1
-        return await super().silence(node_id, epoch)
+        return await super().seconds_since_report(node_id, epoch)
 
     async def looked(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Returns when it has looked from now on, and ended what is to end. Whoever `ended` last takes it along."""

@@ -29,7 +29,7 @@ from garnish.simulation.traces.requests import (
     arrivals,
     chat_prompts,
     outputs,
-    rows,
+    requests_from_columns,
 )
 
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
@@ -247,7 +247,9 @@ def _with_lengths(
     at: np.ndarray, called: np.ndarray, owners: np.ndarray, options: TraceOptions, rng: np.random.Generator
 ) -> list[TraceRequest]:
     """Returns requests with drawn prompt and output lengths, for traces that do not state them."""
-    return rows(at, called, owners, chat_prompts(len(at), rng), outputs(len(at), options.mean_output, rng), options)
+    return requests_from_columns(
+        at, called, owners, chat_prompts(len(at), rng), outputs(len(at), options.mean_output, rng), options
+    )
 
 
 Reader = Callable[[Iterator[Line], TraceOptions], list[TraceRequest]]

@@ -27,10 +27,11 @@ class TraceOptions:
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     """ranks of functions; all are assigned equally often, in a random order"""
     functions: int | None = None
-    """number of functions; None is explained below
+    """number of functions among which the requests are divided; without effect on ServeGen and Garnish traces
 
-    MAF: each function has the counts of a randomly chosen function of the trace; None uses all functions of the trace.
-    In traces without function names, calls are distributed by Zipf's law with exponent 1; None means 100.
+    MAF: each function takes the calls per minute of a randomly drawn function of the trace. None takes every function
+    of the trace once. Traces without functions (Azure LLM, Mooncake): the function of each request is drawn by Zipf's
+    law with exponent 1. None means 100 functions.
     """
     rate: float | None = None
     """mean requests/s to which the trace is scaled; None keeps its rate
@@ -101,7 +102,7 @@ class Singles:
         count = options.functions or DEFAULT_FUNCTIONS
         called = zipf(len(times), count, np.random.default_rng((options.seed, 2)))
         prompts, outputs = np.array(self._prompts)[order], np.array(self._outputs)[order]
-        return rows(times, called, np.zeros(count, np.int64), prompts, outputs, options)
+        return requests_from_columns(times, called, np.zeros(count, np.int64), prompts, outputs, options)
 
 
 def arrivals(times: np.ndarray, options: TraceOptions, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -118,7 +119,7 @@ def arrivals(times: np.ndarray, options: TraceOptions, rate: float | None = None
     return order[: len(times)], times
 
 
-def rows(
+def requests_from_columns(
     times: np.ndarray,
     called: np.ndarray,
     owners: np.ndarray,

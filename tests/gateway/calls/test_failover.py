@@ -52,13 +52,13 @@ class Clock:
         monkeypatch.setattr("gateway.shared_state.monotonic", self)
         monkeypatch.setattr(node_watch, "time", SimpleNamespace(monotonic=self))
         monkeypatch.setattr(node_watch, "TICK", 0.01)
-        silence = MemoryClusterState.silence
+        silence = MemoryClusterState.seconds_since_report
 
         async def noted(state: MemoryClusterState, node_id: str, epoch: str) -> float:
             self._looks += 1
             return await silence(state, node_id, epoch)
 
-        monkeypatch.setattr(MemoryClusterState, "silence", noted)
+        monkeypatch.setattr(MemoryClusterState, "seconds_since_report", noted)
 
     def __call__(self) -> float:
         return self.now

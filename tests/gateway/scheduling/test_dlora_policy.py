@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.scheduling.dlora import MIN_GAP, RUNNING_GAP, Dlora, Movable
+from gateway.scheduling.dlora import MIN_GAP, RUNNING_GAP, Dlora, MovableRequest
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(1, 500)), max_size=40)
 UNMOVABLE = st.lists(st.integers(0, 12), min_size=1, max_size=5)
@@ -15,7 +15,7 @@ UNMOVABLE = st.lists(st.integers(0, 12), min_size=1, max_size=5)
 @given(UNMOVABLE, REQUESTS)
 def test_moves_even_out_what_they_may(unmovable: list[int], drawn: list[tuple[int, bool, int]]) -> None:
     requests = [
-        Movable(str(number), row, runs, tokens)
+        MovableRequest(str(number), row, runs, tokens)
         for number, (row, runs, tokens) in enumerate(drawn)
         if row < len(unmovable)
     ]
@@ -42,5 +42,5 @@ def test_moves_even_out_what_they_may(unmovable: list[int], drawn: list[tuple[in
 
 
 def test_a_node_that_serves_no_longer_gives_nothing_and_gets_nothing() -> None:
-    requests = [Movable("a", 7, runs=False, tokens=10)]
+    requests = [MovableRequest("a", 7, runs=False, tokens=10)]
     assert Dlora().moves({0: 0.0, 1: 5.0}, requests) == []

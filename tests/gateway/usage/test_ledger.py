@@ -26,7 +26,7 @@ from adapters.store import ObjectStore
 from gateway.usage import ledger as ledger_module
 from gateway.usage.counts import UsageCounts
 from gateway.usage.hours import HOUR, hour_name, hour_start
-from gateway.usage.journal import JournalError, abandoned, claim
+from gateway.usage.journal import JournalError, abandoned_journals, claim_journal
 from gateway.usage.ledger import UsageLedger, open_ledger
 from gateway.usage.report import GROUPS, Sheet, read_usage
 from tests.support.draws import draws
@@ -58,7 +58,7 @@ def told(store: ObjectStore, tenant: str, newer: dict[str, bytes] | None = None)
 @asynccontextmanager
 async def ledger_in(folder: Path, store: ObjectStore, clock: Clock) -> AsyncIterator[UsageLedger]:
     """Without a background task, so that the test says when it is written; ends as a kill would end it."""
-    journal = claim(folder)
+    journal = claim_journal(folder)
     ledger = UsageLedger(journal, store, clock)
     await ledger.begin()
     try:
@@ -151,7 +151,7 @@ def test_the_whole_ledger_writes_at_its_end(tmp_path: Path) -> None:
             ledger.add("acme", "f", "1", counts(5))
         assert sum(told(store, "acme").values()) == 5
         # A process that was killed in a slot that the next one does not get.
-        first, second = claim(tmp_path / "usage"), claim(tmp_path / "usage")
+        first, second = claim_journal(tmp_path / "usage"), claim_journal(tmp_path / "usage")
         first.close()
         left = UsageLedger(second, store, clock)
         await left.begin()
@@ -162,7 +162,7 @@ def test_the_whole_ledger_writes_at_its_end(tmp_path: Path) -> None:
         async with open_ledger(tmp_path / "usage", store, clock=clock, seconds=600) as ledger:
             while sum(told(store, "acme").values()) != 11:  # noqa: ASYNC110  (written by a task of its own)
                 await asyncio.sleep(0.01)
-        assert all(journal.close() is None for journal in abandoned(tmp_path / "usage"))
+        assert all(journal.close() is None for journal in abandoned_journals(tmp_path / "usage"))
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -193,7 +193,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self._start()
 
     def _start(self) -> None:
-        self.journal = claim(self.folder / "usage")
+        self.journal = claim_journal(self.folder / "usage")
         self.ledger = UsageLedger(self.journal, self.store, self.clock)
         self.loop.run_until_complete(self.ledger.begin())
 
@@ -305,7 +305,7 @@ def written(tmp_path: Path, lines: int = 3) -> Path:
 def test_half_a_line_at_the_end_is_dropped(tmp_path: Path, cut: int) -> None:
     log = written(tmp_path)
     log.write_bytes(log.read_bytes()[:-cut])
-    journal = claim(tmp_path / "usage")
+    journal = claim_journal(tmp_path / "usage")
     whole = 6 if cut == 1 else 3
     assert sum(sums.functions["f"]["1"].prompt_tokens for sums in journal.read()) == whole
     journal.close()
@@ -318,7 +318,7 @@ def test_a_damaged_journal_is_told_not_skipped(tmp_path: Path, damage: str) -> N
     file.write_bytes(b"\0" * 30 + file.read_bytes())
 
     def read() -> None:
-        journal = claim(tmp_path / "usage")
+        journal = claim_journal(tmp_path / "usage")
         try:
             journal.read()
         finally:
