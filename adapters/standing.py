@@ -100,7 +100,7 @@ def update_function(
     """
     is_standing = False
 
-    def claimed(record: FunctionRecord | None) -> FunctionRecord:
+    def with_claim(record: FunctionRecord | None) -> FunctionRecord:
         nonlocal is_standing
         changed = change(record)
         before = Policy() if record is None else record.policy
@@ -111,7 +111,7 @@ def update_function(
 
     key = function_key(tenant, name)
     try:
-        return update_marked(store, key, FunctionRecord, claimed)
+        return update_marked(store, key, FunctionRecord, with_claim)
     finally:
         if is_standing:
             settle(store, tenant, name)

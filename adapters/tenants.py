@@ -72,7 +72,7 @@ class Hold(msgspec.Struct, frozen=True):
     bytes: int
     when: float
     function: str = ""
-    """The version's function; "" if an earlier release made the hold."""
+    """Function of the version; "" if an earlier release created the hold."""
     ended: bool = False
     """True: a count is about to drop the hold, and its deploy may no longer list its version."""
 

@@ -141,9 +141,10 @@ class BoundedHttp(HttpToolsProtocol):
         """True: the connection is kept open after this request, if the complete request arrives before its answer."""
         self._lingering = False
         self._dropped, self._drop_limit = 0, KEYLESS_LINGER_BYTES
-        self._is_refused = self._is_excess = False
-        """True: the latest request was refused, for any reason; it must be refused because too few descriptors are
-        free."""
+        self._is_refused = False
+        """True: the latest request was refused, for any reason."""
+        self._is_excess = False
+        """True: the latest request must be refused because too few descriptors are free."""
         self.began = self.loop.time()
         """Time at which the connection, or its latest request, began, in seconds of the event loop."""
 

@@ -12,7 +12,7 @@ from cluster.messages import SloClass
 from cluster.news import NodeRecord
 from cluster.performance_model import PerformanceModel, PrefillModel
 
-MOST = 1 << 53
+MAX_COUNT = 1 << 53
 """Upper bound of all counts. Up to it a record's integers are exact as floats, and sums fit in 64 bits."""
 MARGIN = 0.8
 """Fraction of a promised TPOT that nodes aim at when they plan passes, because forecasts err and passes vary."""
@@ -51,7 +51,7 @@ class RoomForStrict(msgspec.Struct, frozen=True):
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
-    """Load of a node from its record. Counts are from 0 to MOST. Ranks and prompt tokens are of running and queued
+    """Load of a node from its record. Counts are from 0 to MAX_COUNT. Ranks and prompt tokens are of running and queued
     requests."""
 
     ready: bool
@@ -123,8 +123,8 @@ def _promise(tpot: float | None) -> float:
 
 
 def count(value: int) -> int:
-    """Returns the value, clipped to 0 to MOST."""
-    return min(max(value, 0), MOST)
+    """Returns the value, clipped to 0 to MAX_COUNT."""
+    return min(max(value, 0), MAX_COUNT)
 
 
 class ReservedLoad(msgspec.Struct):

@@ -16,7 +16,7 @@ import numpy as np
 from cluster.model_check import problem_of
 from cluster.news import NodeRecord, Resident
 from cluster.node_load import (
-    MOST,
+    MAX_COUNT,
     Availability,
     Demand,
     NodeLoad,
@@ -31,7 +31,7 @@ from cluster.queue_shares import room_for_others
 from cluster.resident_index import ABSENT, DEVICE, DISK, HOST, TIERS, ResidentIndex
 
 __all__ = [
-    "ABSENT", "ASSUMED", "COLUMNS", "DEVICE", "DISK", "HOST", "MOST", "RANK_TERMS", "STANDARD", "STRICT", "TIERS",
+    "ABSENT", "ASSUMED", "COLUMNS", "DEVICE", "DISK", "HOST", "MAX_COUNT", "RANK_TERMS", "STANDARD", "STRICT", "TIERS",
     "Demand", "NodeTable",
 ]  # fmt: skip
 
@@ -299,7 +299,7 @@ class NodeTable:
             (standard.rows_free, strict.rows_free), (standard.kv_room, strict.kv_room),
             (standard.prompt_wait, strict.prompt_wait), (tightest_tpot(promised, model), strict.tightest_tpot),
             strict.saved,
-            decode.seconds(requests, load.contexts + prompts, min(ranks, MOST)),
+            decode.seconds(requests, load.contexts + prompts, min(ranks, MAX_COUNT)),
             decode.base, decode.next_row(requests), decode.per_row, decode.flat_rows, decode.per_context,
             decode.per_rank, RANK_TERMS.index(decode.rank_term), prefill.base, prefill.per_token, prefill.per_token2,
             prefill.per_token_rank, load.adapter_itemsize,

@@ -23,7 +23,7 @@ from cluster.received import WINDOW
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
 POOL = re.compile(r"([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?")
 STATES = ("warming", "ready", "draining")
-MOST = 1 << 53
+MAX_COUNT = 1 << 53
 RECORDS_PER_SECOND = 60.0
 """Maximum reports per second of one node; a node normally sends 5."""
 BURST_SECONDS = 2.0
@@ -55,13 +55,16 @@ def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> N
     )
     for owner, part in parts:
         for field, value in msgspec.structs.asdict(part).items() if part is not None else ():
-            if isinstance(value, int) and not 0 <= value <= MOST:
+            if isinstance(value, int) and not 0 <= value <= MAX_COUNT:
                 raise BadRecord(f"{owner}{field}: {value} is below 0 or above 2^53")
     for owner, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
             raise BadRecord(f"{owner}tightest_tpot: {tpot} is not a time")
-    if not (news.changes.since == FULL_REPORT or 0 <= news.changes.since <= news.changes.at) or news.changes.at > MOST:
+    if (
+        not (news.changes.since == FULL_REPORT or 0 <= news.changes.since <= news.changes.at)
+        or news.changes.at > MAX_COUNT
+    ):
         raise BadRecord(f"changes: {news.changes.at} can't come after {news.changes.since}")
     if facts is not None:
         if not POOL.fullmatch(facts.pool):

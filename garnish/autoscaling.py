@@ -74,6 +74,7 @@ class LeaseKeeper:
             self._thread.join(LEASE_SECONDS)
 
     def _renew_lease_until_ended(self) -> None:
+        """Renews the lease every RENEW_SECONDS until `running` ends, and then releases it."""
         with admin_client(self._state) as client:
             while not self._ended.is_set():
                 self._request(client, LEASE_SECONDS)

@@ -43,7 +43,7 @@ class Shares:
         self._shares: dict[str, Share] = {}
 
     def of(self, tenant: str) -> Share:
-        """Returns the tenant's share. A new one starts at the lowest `served` of the others."""
+        """Returns the tenant's share. A new share starts with the lowest `served` of the other tenants."""
         if tenant not in self._shares:
             self._shares[tenant] = Share(min((share.served for share in self._shares.values()), default=0.0))
         return self._shares[tenant]
@@ -64,11 +64,13 @@ class Shares:
         return min(oldest.values(), key=lambda run: self.of(run.record.tenant).served, default=None)
 
     def begin_call(self, tenant: str) -> None:
+        """Counts a call of the tenant that starts now."""
         share = self.of(tenant)
         share.in_flight += 1
         share.served += 1 / share.weight
 
     def end_call(self, tenant: str) -> None:
+        """Counts a call of the tenant as ended, whatever its outcome."""
         self.of(tenant).in_flight -= 1
 
     def _may_begin(self, tenant: str) -> bool:

@@ -159,7 +159,7 @@ class Journal:
 
 
 def claim_journal(folder: Path) -> Journal:
-    """Returns the journal of the first slot that no running process has. Raises JournalError, OSError."""
+    """Returns the journal in the first slot that no running process has locked. Raises JournalError, OSError."""
     for slot in range(MAX_SLOTS):
         journal = _lock_journal(folder / str(slot))
         if journal is not None:

@@ -27,7 +27,7 @@ STOP_SECONDS = 5.0
 """Maximum seconds of the last flush when the gateway stops. Sums that it does not write stay in the journal until the
 next start."""
 MAX_WRITES = 200
-"""Maximum objects written in one flush; the others wait for the next."""
+"""Maximum objects written in one flush; further objects wait for the next flush."""
 LATE_SECONDS = 300.0
 """Seconds from the end of an hour after which its object gets a new name with each write.
 
@@ -84,7 +84,7 @@ class UsageLedger:
         """Writes changed sums to the registry, up to MAX_WRITES objects. Returns whether the registry has all sums
         now."""
         if self._unwritten:
-            await self._begin_anew()
+            await self._begin_next_segment()
         changed = [sums for sums in self._sums.values() if sums.changes != sums.flushed]
         for sums in sorted(changed, key=lambda sums: sums.hour)[:MAX_WRITES]:
             changes = sums.changes
@@ -97,7 +97,7 @@ class UsageLedger:
                 return False
             sums.flushed, self.away = changes, False
         if self._journal.size > LOG_BYTES or self._past():
-            await self._begin_anew()
+            await self._begin_next_segment()
         return len(changed) <= MAX_WRITES
 
     async def run(self, seconds: float) -> None:
@@ -133,7 +133,7 @@ class UsageLedger:
         hour = hour_name(self._clock())
         return [sums for sums in self._sums.values() if sums.hour != hour and sums.changes == sums.flushed]
 
-    async def _begin_anew(self) -> None:
+    async def _begin_next_segment(self) -> None:
         """Starts a new segment of the journal, with the sums that are still needed."""
         for sums in self._past():
             del self._sums[sums.key]

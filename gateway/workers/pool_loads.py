@@ -111,7 +111,7 @@ class QueueSample:
         self.since = self._loads.clock()
 
     def judge(self, is_attained: bool) -> None:
-        """Counts a completed call with an SLO."""
+        """Counts a completed call with an SLO, and whether the SLO was attained."""
         counts = self._loads.slice(self.pool)
         counts.promised += 1
         counts.attained += is_attained

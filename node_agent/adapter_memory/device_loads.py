@@ -36,14 +36,14 @@ class DeviceLoads:
         assert host.layout is not None  # an adapter with a place has a layout
         copy = CopyStates.of(len(host.layout.layers))
         if not self._loader.claim(host, copy):
-            self._room.give(host.digest, host.layout, place)
+            self._room.free_unassigned(host.digest, host.layout, place)
             return None
         began = time.monotonic() if host.complete else host.began
         if order is not None:
             self._loader.set_order(copy, order)
         entry = DeviceAdapter(host, host.layout, *place, began, copy)
         entry.prefetched = host.priority > Priority.REQUEST
-        self._room.move_in(entry)
+        self._room.assign(entry)
         self._entries.append(entry)
         self._loader.copy(host, entry.pages, copy)
         return entry

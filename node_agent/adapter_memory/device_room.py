@@ -33,7 +33,7 @@ class DeviceRoom:
         self.pinned: frozenset[str] = frozenset()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
-    def take(
+    def allocate(
         self, digest: str, layout: AdapterLayout, evicts: bool = True, spared: Container[str] = ()
     ) -> Place | None:
         """Allocates and returns a place for the adapter. Returns None when there is not enough room.
@@ -64,14 +64,14 @@ class DeviceRoom:
         self.eviction.record_call(digest)
         self.hosts.eviction.record_call(digest)
 
-    def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
-        """Frees a place that was allocated for an adapter but not assigned to it by `move_in`."""
+    def free_unassigned(self, digest: str, layout: AdapterLayout, place: Place) -> None:
+        """Frees a place that was allocated for an adapter but not assigned to it by `assign`."""
         slot, pages, run = place
         self.table.give(run, max(1, layout.rows))
         self.pool.pages.give(pages, digest)
         self._free_slots.append(slot)
 
-    def move_in(self, entry: DeviceAdapter) -> None:
+    def assign(self, entry: DeviceAdapter) -> None:
         """Records that the adapter has the place named in `entry` (slot, pages, table entries) until it is evicted.
         Also writes its table entries."""
         self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))

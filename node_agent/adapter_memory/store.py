@@ -247,14 +247,14 @@ class AdapterStore(LeasedAdapters):
 
         `evicts`: whether idle adapters may be evicted. `release` and then `discard` free the room.
         """
-        place = self.room.take(digest, layout, evicts)
+        place = self.room.allocate(digest, layout, evicts)
         if place is None:
             return None
         host = HostAdapter(digest, "", HostState.COMPLETE, layout=layout)
         copy = CopyStates.of(len(layout.layers), LayerState.DEVICE, DeviceState.READY)
         entry = DeviceAdapter(host, layout, *place, time.monotonic(), copy, leases=1)
         entry.weights = view_weights(self.pool, layout.positions(entry.pages), layout, self.base)
-        self.room.move_in(entry)
+        self.room.assign(entry)
         return Lease(digest, entry.slot, layout.ranks)
 
     # --- once per engine iteration
@@ -323,7 +323,7 @@ class AdapterStore(LeasedAdapters):
             return TooLarge(host.size, self.largest)
         if host.pages is None:
             return Pending()  # host memory is full of loads; this one waits for room
-        place = self.room.take(adapter.digest, host.layout, spared=spared)
+        place = self.room.allocate(adapter.digest, host.layout, spared=spared)
         if place is None:
             return NoRoom()
         return (

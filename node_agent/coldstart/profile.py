@@ -91,8 +91,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return below + (above - below) * (tokens - low) / (high - low)
 
     def extra_seconds_apart(self, tokens: int, other_tokens: int) -> float:
-        """Returns the extra seconds per layer of two separate passes compared to one joint pass. They have `tokens` and
-        `other_tokens` tokens."""
+        """Returns the extra seconds per layer of two separate passes, of `tokens` and `other_tokens` tokens, compared
+        to one joint pass."""
         together = self.layer_seconds(tokens + other_tokens)
         return (
             max(0.0, self.layer_seconds(tokens) + self.layer_seconds(other_tokens) - together) if other_tokens else 0.0

@@ -23,7 +23,7 @@ class DeviceEntry(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Returns whether the adapter has no lease and its load has ended."""
+        """Returns whether the adapter has no lease and its load to the device has ended."""
 
     @property
     def copied(self) -> float:
@@ -36,7 +36,7 @@ class DeviceEntry(Protocol):
 
     @property
     def arrived(self) -> float:
-        """Returns the `time.monotonic()` at which the adapter's load ended; 0 if it has not ended."""
+        """Returns the `time.monotonic()` at which the adapter's load to the device ended; 0 if it has not ended."""
 
 
 class HostEntry(Protocol):
@@ -61,19 +61,19 @@ class HostEntry(Protocol):
 
     @property
     def fetched(self) -> float:
-        """Returns the share of its bytes that is in host memory, 0 to 1."""
+        """Returns the share of the adapter's bytes that is in host memory, 0 to 1."""
 
     @property
     def size(self) -> int:
-        """Returns its bytes in host memory; 0 while they are unknown."""
+        """Returns the adapter's bytes in host memory; 0 while they are unknown."""
 
     @property
     def in_use(self) -> bool:
-        """Returns whether its bytes are still being read or written, so that they must stay."""
+        """Returns whether the adapter's bytes are still being read or written, so that they must stay."""
 
     @property
     def arrived(self) -> float:
-        """Returns the `time.monotonic()` at which the adapter's load ended; 0 if it has not ended."""
+        """Returns the `time.monotonic()` at which the adapter's load to host memory ended; 0 if it has not ended."""
 
 
 class HostEntries(Protocol):

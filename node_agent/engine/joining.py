@@ -104,7 +104,7 @@ class Joined:
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self._cold, self._runner, self._start_lora = cold, runner, start_lora
         self._messages: PassMessages | None = None
-        """messages to the workers, shared by all adapters"""
+        """messages to the workers about this pass, shared by all adapters; None until workers are reserved"""
         self._workers: dict[str, AssistedPass | None] = {}
         self._parts: list[tuple[list[Row], Lease, LoadingPart]] = []
         self.left_out: list[Row] = []

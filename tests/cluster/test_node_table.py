@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from worlds import RECORD
 
 from cluster.news import Resident, StrictRoom
-from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
+from cluster.node_table import ASSUMED, DEVICE, HOST, MAX_COUNT, RANK_TERMS, TIERS, Demand, NodeTable
 from tests.support.listed_record import ListedRecord, put_record
 
 RANKS = st.lists(st.integers(0, 512), max_size=6)
@@ -163,7 +163,7 @@ def test_no_count_is_negative_or_too_large_to_reckon_with() -> None:
     odd = {"running": -5, "queued": 1 << 70, "batch_contexts": [1 << 70], "batch_ranks": [-3], "loading_bytes": -1}
     row = put_record(table, msgspec.structs.replace(RECORD, tightest_tpot=math.nan, **odd))
     load = table.load(row)
-    assert (load.running, load.queued, load.contexts) == (0, MOST, MOST)
+    assert (load.running, load.queued, load.contexts) == (0, MAX_COUNT, MAX_COUNT)
     assert (load.max_rank, load.request_ranks, load.loading_bytes) == (0, 0, 0)
     assert (table.tightest_tpot[row] == math.inf).all()
     put_record(table, msgspec.structs.replace(RECORD, tightest_tpot=-1.0))

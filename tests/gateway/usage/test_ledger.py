@@ -217,7 +217,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def begin_anew(self) -> None:
-        self.loop.run_until_complete(self.ledger._begin_anew())
+        self.loop.run_until_complete(self.ledger._begin_next_segment())
 
     @rule()
     def killed_while_it_begins_anew(self) -> None:
