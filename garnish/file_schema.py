@@ -18,6 +18,7 @@ from adapters.open_store import STORES
 from garnish.config import BUILT, QUANTITIES, built
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds, parse_whole_seconds
+from node_agent.vllm.arguments import COUNTS, RANKS
 
 FILE = Path(__file__).with_name("serverless.schema.json")
 
@@ -42,6 +43,7 @@ def document() -> Schema:
         root["properties"][name] = _top_field(name, field, definitions, name in root["required"])
     definitions["Function"]["properties"]["alias"] = _or_null(_text(rf"(?!\d+$){NAME.pattern}"))
     _describe_sharing(definitions["Gateway"])
+    _describe_vllm(definitions["Node"]["properties"]["vllm"])
     sources = definitions["Gateway"]["properties"]["allowed_sources"]
     sources["anyOf"][0]["items"] = _text(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
     definitions["Aws"]["properties"]["package"] = _text(WHEEL_URL)
@@ -58,6 +60,17 @@ def document() -> Schema:
         holder, name = _holder(schema, path)
         holder[name] = _only(holder[name], built(path))
     return schema
+
+
+def _describe_vllm(field: Schema) -> None:
+    """Adds the keys that the loader checks. vLLM itself checks the others."""
+    counts = {name: {"type": "integer", "minimum": 1} for name in COUNTS}
+    field["properties"] = {
+        "python": {"type": "string"},
+        "any_version": {"type": "boolean"},
+        **counts,
+        "max_lora_rank": {"enum": list(RANKS)},
+    }
 
 
 def _describe_sharing(gateway: Schema) -> None:

@@ -215,12 +215,16 @@ def vllm_config(service: ServiceFile) -> VllmConfig:
     """Returns the settings of vLLM: its interpreter, which may be relative to the service file, and its engine
     arguments. Raises ServiceFileError for arguments that are refused."""
     stated = dict(service.node.vllm)
-    python = stated.pop("python", "")
+    python, any_version = stated.pop("python", ""), stated.pop("any_version", False)
+    if not isinstance(python, str) or not isinstance(any_version, bool):
+        raise ServiceFileError(
+            service.file, None, "node.vllm", "python is the path of an interpreter, and any_version is true or false"
+        )
     problem = check_arguments(stated)
     if problem:
         raise ServiceFileError(service.file, None, "node.vllm", problem)
     # The interpreter of a virtual environment is a symbolic link, which must not be resolved.
-    return VllmConfig(python and os.path.abspath(service.path(python)), stated)
+    return VllmConfig(python and os.path.abspath(service.path(python)), stated, any_version=any_version)
 
 
 def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:

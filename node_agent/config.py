@@ -56,6 +56,8 @@ class VllmConfig(msgspec.Struct, frozen=True):
     """Interpreter of the environment that has vLLM; empty: the node's own."""
     arguments: dict[str, Any] = {}
     """vLLM's engine arguments, by their own names."""
+    any_version: bool = False
+    """True: versions of vLLM that were never tried are not refused."""
     answer_s: float = 60.0
     """Seconds without a sign from vLLM, while an answer is due, after which the engine process ends itself."""
 

@@ -24,6 +24,10 @@ REFUSED = {
 """Arguments that would break a promise of the service, each with the reason."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `max_lora_rank`."""
+COUNTS = ("max_loras", "max_lora_rank", "max_num_seqs", "tensor_parallel_size")
+"""Arguments that are whole numbers above 0."""
+VERSIONS = ("0.32", "0.33")
+"""Versions of vLLM whose functions the node calls as they are there."""
 DEFAULTS: dict[str, Any] = {"max_loras": 4, "max_lora_rank": 64, "max_num_seqs": 32}
 
 
@@ -32,9 +36,22 @@ def check_arguments(stated: dict[str, Any]) -> str:
     for name in stated:
         if name in REFUSED:
             return f"{name}: not taken, since {REFUSED[name]}"
+    for name in COUNTS:
+        if name in stated and (type(stated[name]) is not int or stated[name] < 1):
+            return f"{name}: {stated[name]!r} is no whole number above 0"
     if stated.get("max_lora_rank", RANKS[0]) not in RANKS:
         return f"max_lora_rank: {stated['max_lora_rank']} is none of {', '.join(map(str, RANKS))}"
     return ""
+
+
+def check_version(version: str, any_version: bool) -> None:
+    """Raises ValueError for a version of vLLM that is not one of VERSIONS, unless `any_version` is True."""
+    if any_version or ".".join(version.split(".")[:2]) in VERSIONS:
+        return
+    raise ValueError(
+        f"vLLM {version} is not supported: {' and '.join(VERSIONS)} are; install one of these, or try this one with "
+        "node.vllm.any_version: true"
+    )
 
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from node_agent.engine.limits import Limits
 from node_agent.engine_channel import WakeUp
 from node_agent.engine_loop import Loop
 from node_agent.ipc import Ready
-from node_agent.vllm.arguments import engine_arguments
+from node_agent.vllm.arguments import check_version, engine_arguments
 from node_agent.vllm.driver import AsyncEngine, Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
 from node_agent.vllm.folders import FolderTier
@@ -72,11 +72,14 @@ class Types:
         return {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt else {})}
 
 
-def start_vllm(arguments: dict[str, Any]) -> AsyncEngine:
-    """Returns vLLM's engine, whose processes have loaded the base model."""
+def start_vllm(arguments: dict[str, Any], any_version: bool) -> AsyncEngine:
+    """Returns vLLM's engine, whose processes have loaded the base model. Raises ValueError for an unsupported version
+    of vLLM, unless `any_version` is True."""
+    import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    check_version(vllm.__version__, any_version)
     engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return engine
 
@@ -109,7 +112,7 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
     registry = open_store(config.registry)
     base = find_base(Path(config.model_dir), config.base_id, registry)
     types = Types()
-    driver = Driver(partial(start_vllm, arguments), wake.set, partial(check_start, types))
+    driver = Driver(partial(start_vllm, arguments, config.vllm.any_version), wake.set, partial(check_start, types))
     settings = settings_of(driver.wait(START_S))
     dtype = dtype_of(settings)
     demand, policy = Demand(), POLICIES[config.eviction]

@@ -11,7 +11,7 @@ from garnish.errors import ServiceFileError, StartError
 from garnish.settings import Base, gateway_config, node_config, resolve_base, run_directory
 from garnish.up import prepare
 from garnish.up.prepare import node_count
-from node_agent.config import DiskCacheConfig
+from node_agent.config import DiskCacheConfig, VllmConfig
 from node_agent.gpu.devices import Gpu, NoGpu
 
 
@@ -182,3 +182,28 @@ def test_gpus_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(prepare, "node_gpus", node_gpus)
     with pytest.raises(StartError, match="there is no GPU 2"):
         node_count(written(tmp_path, "{devices: [0, 2]}"), None)
+
+
+def test_settings_of_vllm(tmp_path: Path, base: Base) -> None:
+    """A virtual environment's interpreter is a link, which stays one: its target has no packages."""
+    (tmp_path / "python").symlink_to("/usr/bin/env")
+    text = "node: {engine: vllm, vllm: {python: ./python, max_loras: 8, quantization: fp8, any_version: true}}\n"
+    engine = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g").engine
+    arguments = {"max_loras": 8, "quantization": "fp8"}
+    assert (engine.engine, engine.vllm) == ("vllm", VllmConfig(str(tmp_path / "python"), arguments, any_version=True))
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ("enable_lora: false", "enable_lora: not taken, since the node always serves adapters"),
+        ("max_lora_rank: 24", "max_lora_rank: 24 is none of 1, 8, 16"),
+        ("max_loras: 0", "max_loras: 0 is no whole number above 0"),
+        ("python: 3.11", "python is the path of an interpreter"),
+        ("any_version: '1'", "any_version is true or false"),
+    ],
+)
+def test_settings_of_vllm_that_are_refused(tmp_path: Path, base: Base, stated: str, message: str) -> None:
+    service = load(tmp_path, f"node: {{engine: vllm, vllm: {{{stated}}}}}\n")
+    with pytest.raises(ServiceFileError, match=f"node.vllm: {message}|{message}"):
+        node_config(service, base, tmp_path, node_id="n", gateway_url="http://g")

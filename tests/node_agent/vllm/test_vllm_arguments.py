@@ -14,7 +14,7 @@ from cluster.messages import GenerateRequest, Sampling
 from node_agent.config import EngineConfig, VllmConfig
 from node_agent.engine.intake import request_of
 from node_agent.vllm import worker_extension
-from node_agent.vllm.arguments import REFUSED, check_arguments, engine_arguments
+from node_agent.vllm.arguments import REFUSED, check_arguments, check_version, engine_arguments
 from node_agent.vllm.sampling import seed_of, top_of, vllm_parameters
 
 CONFIG = EngineConfig(model_dir="/models/base", base_id="base", registry="/r", engine="vllm")
@@ -48,6 +48,25 @@ def test_arguments_that_would_break_a_promise_are_refused_with_the_reason(name: 
 def test_a_rank_that_vllm_does_not_take_is_refused() -> None:
     assert "max_lora_rank: 24 is none of 1, 8, 16" in check_arguments({"max_lora_rank": 24})
     assert not check_arguments({"max_lora_rank": 32, "anything": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_loras", 0), ("max_loras", "many"), ("max_num_seqs", True), ("tensor_parallel_size", 1.5)]
+)
+def test_counts_are_whole_numbers(name: str, value: object) -> None:
+    assert check_arguments({name: value}) == f"{name}: {value!r} is no whole number above 0"
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1.dev2"])
+def test_supported_versions_of_vllm(version: str) -> None:
+    check_version(version, any_version=False)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.320.0", "dev"])
+def test_other_versions_are_refused_unless_the_operator_takes_them(version: str) -> None:
+    with pytest.raises(ValueError, match=f"vLLM {version} is not supported: 0.32 and 0.33 are"):
+        check_version(version, any_version=False)
+    check_version(version, any_version=True)
 
 
 def parameters(sampling: Sampling, generated: int = 0, **fields: Any) -> dict[str, Any]:
