@@ -36,7 +36,8 @@ def status(reports: Reports) -> str:
     text = (
         f"{never}. Both are written and tested without them ([kernels](docs/design/kernels.md), "
         f"[node pools](docs/operate/node-pools.md)).{on_gpu} **Served:** bases of the Llama, Mistral, Qwen2 and Qwen3 "
-        f"architectures by the project's own engine, and others by [vLLM](docs/operate/engines.md). **Measured:** {', '.join(sorted(models))} and random weights, on {', '.join(hosts)}."
+        "architectures by the project's own engine, and others by [vLLM](docs/operate/engines.md). "
+        f"**Measured:** {', '.join(sorted(models))} and random weights, on {', '.join(hosts)}."
     )
     return "\n".join(f"> {line}" for line in wrapped(text, width=WIDTH - 2).splitlines())
 
