@@ -8,6 +8,7 @@ from node_agent.config import EngineConfig
 from node_agent.vllm import worker_extension
 
 REFUSED = {
+    "kv_cache_memory_bytes": "`node.kv_memory` says it",
     "enable_lora": "the node always serves adapters",
     "served_model_name": "the gateway names models",
     "model": "`base_model` names it",
@@ -65,6 +66,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["max_num_seqs"] = config.max_rows
     if config.dtype != "auto":
         arguments["dtype"] = config.dtype
+    if config.kv_memory is not None:
+        arguments["kv_cache_memory_bytes"] = config.kv_memory
     return arguments | {
         "model": config.model_dir,
         "served_model_name": config.base_id,

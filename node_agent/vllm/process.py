@@ -44,6 +44,8 @@ from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
 
 START_S = 900.0
 """Maximum seconds for vLLM to load a base model."""
+CPU_KV_BYTES = 1 << 30
+"""Bytes of the KV cache on a CPU, unless the service file states another size."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 log = logging.getLogger("garnish.engine")
@@ -77,9 +79,12 @@ def start_vllm(arguments: dict[str, Any], any_version: bool) -> AsyncEngine:
     of vLLM, unless `any_version` is True."""
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     check_version(vllm.__version__, any_version)
+    if current_platform.is_cpu():  # by itself vLLM would take most of the host's memory
+        arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
     engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return engine
 
@@ -184,6 +189,8 @@ def main() -> int:
         wake.set()
 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if config.engine.vllm.arguments.get("nnodes", 1) == 1:
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
     try:
         engine, ready = build_engine(config.engine, wake)

@@ -35,7 +35,8 @@ def test_the_node_sets_what_its_promises_need() -> None:
 
 
 def test_settings_of_the_node_come_before_vllms_defaults() -> None:
-    found = engine_arguments(replace(CONFIG, max_rows=3, dtype="float32", prefix_cache="off"))
+    found = engine_arguments(replace(CONFIG, max_rows=3, dtype="float32", prefix_cache="off", kv_memory=1 << 28))
+    assert found["kv_cache_memory_bytes"] == 1 << 28
     assert (found["max_num_seqs"], found["dtype"], found["enable_prefix_caching"]) == (3, "float32", False)
 
 
