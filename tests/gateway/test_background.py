@@ -155,7 +155,7 @@ def test_usage_is_written_whatever_was_left_behind(
 
     async def main() -> None:
         folder, store = tmp_path / "usage", LocalStore(tmp_path / "registry")
-        monkeypatch.setattr(ledger, "abandoned", Faulty(()))
+        monkeypatch.setattr(ledger, "abandoned_journals", Faulty(()))
         async with ledger.open_ledger(folder, store, seconds=0.01) as opened:
             opened.add("acme", "f", "1", UsageCounts(1, 2, 3))
             while not store.list("tenants/acme/usage/"):  # noqa: ASYNC110

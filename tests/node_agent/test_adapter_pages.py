@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.artifact import ArtifactHeader, LayerBlock, Pair
+from adapters.artifact import ArtifactHeader, LayerBlock, StoredPair
 from adapters.base_model import BaseModel, projection_widths
 from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.integrity import check_memory, heal
@@ -42,7 +42,7 @@ def base_of(hidden: int, inner: int, heads: int, kv: int, layers: int) -> BaseMo
 
 def header_of(ranks: list[dict[int, int]]) -> ArtifactHeader:
     """Per layer, rank per projection."""
-    layers = [tuple(Pair(p, rank, 0.5 + p, 0, 0) for p, rank in sorted(layer.items())) for layer in ranks]
+    layers = [tuple(StoredPair(p, rank, 0.5 + p, 0, 0) for p, rank in sorted(layer.items())) for layer in ranks]
     return ArtifactHeader(1, "d", "f" * 64, "float32", tuple(LayerBlock(0, 0, "", pairs) for pairs in layers))
 
 

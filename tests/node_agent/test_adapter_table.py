@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.artifact import ArtifactHeader, LayerBlock, Pair
+from adapters.artifact import ArtifactHeader, LayerBlock, StoredPair
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.table import AdapterTable, TableShape
@@ -45,7 +45,7 @@ def test_nobody_waits_for_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    block = LayerBlock(0, 0, "", (Pair(0, 8, 0.5, 0, 0), Pair(6, 3, 2.0, 0, 0)))
+    block = LayerBlock(0, 0, "", (StoredPair(0, 8, 0.5, 0, 0), StoredPair(6, 3, 2.0, 0, 0)))
     layout = lay_out(ArtifactHeader(1, "d", "f", "float32", (block, block)), BASE, 4, 64)
     memory = torch.zeros(TableShape(3, BASE.num_layers, 200).words, dtype=torch.int32).as_subclass(OnGpu)
     table = AdapterTable(3, 200, BASE.num_layers, torch.device("cpu"), memory)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters.artifact import ArtifactHeader, LayerBlock, Pair
+from adapters.artifact import ArtifactHeader, LayerBlock, StoredPair
 from adapters.base_model import BaseModel
 from kernels.reference import add_group
 from kernels.view import group_view
@@ -35,7 +35,7 @@ class Memory:
         self.weights: dict[str, AdapterWeights] = {}
         self.leases = []
         for slot, ranks in enumerate(adapters):
-            pairs = tuple(Pair(p, rank, 0.5 + slot, 0, 0) for p, rank in ranks.items())
+            pairs = tuple(StoredPair(p, rank, 0.5 + slot, 0, 0) for p, rank in ranks.items())
             block = LayerBlock(0, 0, "", pairs)
             header = ArtifactHeader(1, str(slot), "f", "float32", (block, block))
             layout = lay_out(header, BASE, dtype.itemsize, self.pool.page_units)
