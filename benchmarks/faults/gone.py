@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.common.http_service import HttpService
-from benchmarks.common.report import STORIES, arguments, example_adapter, report, run_study
+from benchmarks.common.report import ROOT, STORIES, arguments, example_adapter, report, run_study
 from benchmarks.faults.acknowledged import Acknowledged, lost
 from benchmarks.faults.resources import (
     DISK_MIB,
@@ -175,11 +176,14 @@ def _problem(status: int, retry_after: str | None, path: str, text: str) -> str:
 
 
 def _stack_traces(logs: Path) -> dict[str, int]:
-    """Returns how often each stack trace is in the logs: their last characters, the most frequent first."""
+    """Returns how often each stack trace is in the logs: their last characters, without this host's folders, the most
+    frequent first."""
     counts = Counter[str]()
     for log in logs.glob("*.log"):
         for line in log.read_text(errors="replace").splitlines():
             if "Traceback" in line:
+                for folder in (ROOT, Path(sys.prefix), Path(sys.base_prefix)):
+                    line = line.replace(f"{folder}/", "")
                 counts[line[-TRACE_CHARACTERS:]] += 1
     return dict(counts.most_common(MAX_EXAMPLES))
 
