@@ -4,7 +4,6 @@ socket."""
 from __future__ import annotations
 
 import logging
-import signal
 
 import msgspec
 
@@ -16,14 +15,13 @@ if __name__ == "__main__":
 from transformers.utils.logging import disable_progress_bar
 
 from adapters.base_model import BaseModel
-from cluster.logs import CAPACITY, set_up_logging
-from node_agent.child import die_with_parent, read_config
-from node_agent.config import EngineProcessConfig
+from cluster.logs import CAPACITY
 from node_agent.device import flush_denormals
 from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.engine_channel import WakeUp
 from node_agent.engine_loop import Loop
+from node_agent.engine_start import StopRequest, log_failed_start, start_process
 from node_agent.ipc import Ready
 from node_agent.performance.capacity import capacity_of
 from node_agent.performance.idle import IdleMeasurement
@@ -52,36 +50,24 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
 
 
 def main() -> int:
-    set_up_logging("engine")
+    config = start_process()
     disable_progress_bar()  # standard error is for JSON lines only
     flush_denormals()
-    config = read_config(EngineProcessConfig)
-    if config.parent is not None:
-        die_with_parent(config.parent)
-    stop_requested = False
     wake = WakeUp()
-
-    def request_stop(*_: object) -> None:
-        nonlocal stop_requested
-        stop_requested = True
-        wake.set()
-
-    signal.signal(signal.SIGTERM, request_stop)
-    signal.signal(signal.SIGINT, request_stop)
+    stop = StopRequest(wake)
+    stop.listen()
     try:
         engine, base = build_engine(config.engine, wake.set)
         has_model = use_performance(engine, config.engine, base)
-    except Exception as error:  # any error: the log's last error is shown as the reason why the node can't start
-        trace = not isinstance(error, (ValueError, OSError))
-        extra = {"reason": str(error) or type(error).__name__, "permanent": isinstance(error, ValueError)}
-        log.error("engine can't start", extra=extra, exc_info=trace)
+    except Exception as error:  # any error: the node shows it as the reason why it can't start
+        log_failed_start(error)
         return 1
     ready = ready_message(engine, base)
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
     log.info(CAPACITY, extra=msgspec.to_builtins(capacity_of(engine, base)))
     settle()
     idle = None if has_model else IdleMeasurement(engine, config.engine, base)
-    loop = Loop(engine, ready, wake, lambda: stop_requested, idle)
+    loop = Loop(engine, ready, wake, lambda: stop.received, idle)
     loop.run(config.socket, config.heartbeat)
     engine.close()
     wake.close()

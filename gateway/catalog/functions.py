@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from adapters.aliases import point_of
-from adapters.choices import Choice, Resolved, pick
+from adapters.choices import Choice, pick
 from adapters.errors import NoSuchFunction
 from adapters.functions import Policy
 from adapters.names import is_name
@@ -17,6 +17,7 @@ from adapters.registry import Registry
 from adapters.standing import function_key
 from cluster.errors import ServiceError
 from cluster.messages import Adapter
+from gateway.catalog.adapters import adapter_of
 from gateway.catalog.cache import GraceCache
 from gateway.catalog.rebuilds import Rebuilds
 from gateway.catalog.threads import StoreThreads
@@ -137,16 +138,3 @@ class Functions:
             if choice.pending:
                 self._rebuilds.request(tenant, name, choice.version.version, choice.version.digest)
         return choices
-
-
-def adapter_of(resolved: Resolved) -> Adapter:
-    """Returns the adapter of a version as nodes get it."""
-    return Adapter(
-        digest=resolved.digest,
-        artifact=resolved.artifact_key,
-        bytes=resolved.bytes,
-        ranks=resolved.ranks,
-        itemsize=resolved.itemsize,
-        config=resolved.config_sha256,
-        weights=resolved.weights_sha256,
-    )

@@ -28,7 +28,8 @@ from cluster.node_table import HOST, NodeTable
 from cluster.residency import MAX_IDLE_TTLS
 from cluster.state import ClusterState
 from gateway.background import background
-from gateway.catalog.functions import Functions, adapter_of
+from gateway.catalog.adapters import adapter_of
+from gateway.catalog.functions import Functions
 from gateway.leader.tick import Job, Tick
 from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
 from gateway.residency.history import CallHistory, Forecast

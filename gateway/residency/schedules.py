@@ -10,7 +10,8 @@ from adapters.choices import Choice
 from adapters.schedules import forget_schedules, read_schedules
 from adapters.store import ObjectStore
 from adapters.warm_windows import CronProblem, WarmWindow, window_state
-from gateway.catalog.functions import Functions, adapter_of
+from gateway.catalog.adapters import adapter_of
+from gateway.catalog.functions import Functions
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.tick import Job, Tick
 from gateway.residency.kept_reads import KeptReads

@@ -13,7 +13,8 @@ from adapters.standing import Entry, Memory, read_standing, settle, stands_in
 from adapters.store import ObjectStore
 from cluster.news import NodeRecord
 from cluster.residency import MAX_WANTED
-from gateway.catalog.functions import Functions, adapter_of
+from gateway.catalog.adapters import adapter_of
+from gateway.catalog.functions import Functions
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.tick import Job, Tick
 from gateway.residency.kept_reads import KeptReads

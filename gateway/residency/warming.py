@@ -17,7 +17,8 @@ from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
 from gateway.calls.late_nodes import LateNodes
 from gateway.calls.node_calls import NodeCalls, PathUnknown
-from gateway.catalog.functions import Functions, adapter_of
+from gateway.catalog.adapters import adapter_of
+from gateway.catalog.functions import Functions
 from gateway.residency.manual_holds import ManualHold
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
 from gateway.residency.plan import node_memory

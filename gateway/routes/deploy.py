@@ -18,6 +18,7 @@ from adapters.function_changes import check_options
 from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
 from cluster.errors import ServiceError
+from gateway.catalog.adapters import adapter_of
 from gateway.catalog.source_copy import allowed_place, copied_source
 from gateway.groups import Catalog
 from gateway.http.bodies import media_type, read_message
@@ -133,8 +134,6 @@ async def _store(
     if how.warm:
         staged = await threads.run(partial(registry.stage, tenant, name, upload), wait)
         # No place is held during the wait.
-        from gateway.catalog.functions import adapter_of  # it imports numpy, which clients of this module don't need
-
         version = Version(staged.version.version, adapter_of(staged.version))
         problems += await warm_staged(catalog.warming, tenant, name, version)
     memory = await catalog.residency.provisionable()

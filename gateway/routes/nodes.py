@@ -27,7 +27,7 @@ from cluster.residency import (
     Moved,
     PrefetchOrder,
 )
-from gateway.catalog.functions import adapter_of
+from gateway.catalog.adapters import adapter_of
 from gateway.groups import Nodes
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid

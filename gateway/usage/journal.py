@@ -22,7 +22,7 @@ from gateway.usage.counts import Functions, UsageCounts, add_to
 MAX_SLOTS = 64
 """Maximum processes that share a state directory. Several do so only while one replaces another."""
 
-LEFT = "usage that another gateway process left can't be read"
+UNREADABLE_JOURNAL = "usage that another gateway process left can't be read"
 
 log = logging.getLogger("gateway")
 
@@ -176,7 +176,7 @@ def abandoned_journals(folder: Path) -> Iterator[Journal]:
         try:
             journal = _lock_journal(path) if path.name.isdecimal() and path.is_dir() else None
         except (JournalError, OSError) as error:
-            log.error(LEFT, exc_info=error)
+            log.error(UNREADABLE_JOURNAL, exc_info=error)
         else:
             if journal is not None:
                 yield journal

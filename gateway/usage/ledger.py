@@ -19,7 +19,7 @@ from gateway.background import background
 from gateway.catalog.threads import LeavableThreads
 from gateway.usage.counts import UsageCounts
 from gateway.usage.hours import HOUR, hour_name, hour_start
-from gateway.usage.journal import LEFT, Journal, Line, Sums, abandoned_journals, claim_journal
+from gateway.usage.journal import UNREADABLE_JOURNAL, Journal, Line, Sums, abandoned_journals, claim_journal
 from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
@@ -194,7 +194,7 @@ async def _take_over(folder: Path, store: ObjectStore) -> None:
             await ledger.begin()
             await _last_flush(ledger)
         except Exception as error:  # any error: the other journals are still written
-            log.error(LEFT, exc_info=error)
+            log.error(UNREADABLE_JOURNAL, exc_info=error)
         finally:
             journal.close()
 

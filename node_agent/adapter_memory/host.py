@@ -218,7 +218,7 @@ class HostTier:
         if host is not None:
             host.waiters = self.waiting(digest)
             if host.waiters:
-                host.tenant = self._waiters.tenant(digest)
+                host.tenant = self._waiters.last_tenant(digest)
             self._set_priority(host)
             if host.unwanted and not host.complete:
                 self.loader.wake()
@@ -235,7 +235,7 @@ class HostTier:
         self.loader.wake()
 
     def _begin(self, digest: str, artifact: str) -> HostAdapter:
-        host = HostAdapter(digest, artifact, waiters=self.waiting(digest), tenant=self._waiters.tenant(digest))
+        host = HostAdapter(digest, artifact, waiters=self.waiting(digest), tenant=self._waiters.last_tenant(digest))
         waits = self._waiters.first_priority(digest)
         host.priority = Priority.REQUEST if waits is None else waits
         host.prefetched = host.priority > Priority.REQUEST

@@ -46,7 +46,7 @@ class Waiters:
         """Yields the digests that requests or operators' prefetches wait for. Predicted prefetches are left out."""
         return (digest for digest, counts in self._counts.items() if min(counts) < Priority.PREDICTED)
 
-    def tenant(self, digest: str) -> str:
+    def last_tenant(self, digest: str) -> str:
         """Returns the tenant that requested the adapter last; empty if no tenant did, or nobody waits for it."""
         return self._tenants.get(digest, "")
 

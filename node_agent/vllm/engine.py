@@ -37,7 +37,7 @@ log = logging.getLogger("garnish.engine")
 
 
 class VllmDied(RuntimeError):
-    """Error: vLLM's engine has ended, so this process must end, too."""
+    """Raised when vLLM's engine has ended, so that this process must end, too."""
 
 
 class VllmTypes(Protocol):
@@ -159,7 +159,7 @@ class VllmEngine(EngineBase):
                 request = self._requests.get(vllm_id)
                 if request is not None:
                     log.error("vLLM refused a request", extra={"request": request.id, "reason": reason})
-                    self._finish(request, "error", "internal", f"vLLM refused the request: {reason}")
+                    self._finish(request, "error", "internal", "vLLM refused the request; the node's log says why")
             case NewTokens():
                 self._take_tokens(output)
 

@@ -170,7 +170,7 @@ class FolderTier:
             self._number += 1
             folder = Folder(adapter, self._root / str(self._number))
             folder.priority = self._waiters.first_priority(adapter.digest) or Priority.REQUEST
-            folder.tenant = self._waiters.tenant(adapter.digest)
+            folder.tenant = self._waiters.last_tenant(adapter.digest)
             self._folders[adapter.digest] = folder
             self.threads.add(FetchJob(folder, self._store, self.threads, self._on_change))
         self._folders.move_to_end(adapter.digest)
@@ -232,7 +232,7 @@ class FolderTier:
         folder, waits = self._folders.get(digest), self._waiters.first_priority(digest)
         if folder is None or waits is None:
             return
-        folder.tenant = self._waiters.tenant(digest)
+        folder.tenant = self._waiters.last_tenant(digest)
         if waits != folder.priority:
             folder.priority = waits
             self.threads.wake()

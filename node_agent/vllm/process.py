@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,17 +22,16 @@ if __name__ == "__mp_main__":
 from adapters.base_manifest import find_base
 from adapters.base_model import BaseModel
 from adapters.open_store import open_store
-from cluster.logs import set_up_logging
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
-from node_agent.child import read_config
 from node_agent.collector import end
-from node_agent.config import EngineConfig, EngineProcessConfig
+from node_agent.config import EngineConfig
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine_channel import WakeUp
 from node_agent.engine_loop import Loop
+from node_agent.engine_start import StopRequest, log_failed_start, start_process
 from node_agent.ipc import Ready
 from node_agent.vllm.arguments import check_version, engine_arguments
 from node_agent.vllm.driver import AsyncEngine, Driver
@@ -176,34 +174,23 @@ def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
 
 
 def main() -> int:
-    set_up_logging("engine")
-    config = read_config(EngineProcessConfig)
-    if config.parent is not None:
-        die_with_parent(config.parent)
-    stop_requested = False
+    config = start_process()
     wake = WakeUp()
-
-    def request_stop(*_: object) -> None:
-        nonlocal stop_requested
-        stop_requested = True
-        wake.set()
-
+    stop = StopRequest(wake)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if config.engine.vllm.arguments.get("nnodes", 1) == 1:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
     try:
         engine, ready = build_engine(config.engine, wake)
-    except Exception as error:  # any error: the log's last error is shown as the reason why the node can't start
-        extra = {"reason": str(error) or type(error).__name__, "permanent": isinstance(error, ValueError)}
-        log.error("engine can't start", extra=extra, exc_info=not isinstance(error, (ValueError, OSError)))
+    except Exception as error:  # any error: the node shows it as the reason why it can't start
+        log_failed_start(error)
         kill_vllm()
         return 1
-    signal.signal(signal.SIGTERM, request_stop)  # vLLM sets handlers of its own while it starts
-    signal.signal(signal.SIGINT, request_stop)
+    stop.listen()  # not earlier, since vLLM sets handlers while it starts
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
     try:
-        Loop(engine, ready, wake, lambda: stop_requested).run(config.socket, config.heartbeat)
+        Loop(engine, ready, wake, lambda: stop.received).run(config.socket, config.heartbeat)
     except VllmDied as error:
         log.error("vLLM has ended", extra={"reason": str(error)})
         kill_vllm()  # a process that stands still would not end by itself

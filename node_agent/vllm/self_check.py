@@ -8,9 +8,9 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from node_agent.vllm.driver import AsyncEngine
+from node_agent.vllm.engine import VllmTypes
 from node_agent.vllm.worker_extension import FILL_METHOD, START_METHOD
 
 FIRST_NUMBER = 1 << 30
@@ -31,20 +31,10 @@ log = logging.getLogger("garnish.engine")
 
 
 class RowsMixed(ValueError):
-    """Error: vLLM gives rows of a batch what belongs to other rows."""
+    """Raised when vLLM gives rows of a batch what belongs to other rows."""
 
 
-class CheckTypes(Protocol):
-    """Constructors of vLLM's types (node_agent.vllm.engine.VllmTypes)."""
-
-    def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any: ...
-
-    def adapter(self, digest: str, number: int, folder: Path) -> Any: ...
-
-    def prompt(self, token_ids: Sequence[int], salt: str) -> Any: ...
-
-
-async def check_rows(engine: AsyncEngine, types: CheckTypes, vocab_size: int, tolerance: float) -> None:
+async def check_rows(engine: AsyncEngine, types: VllmTypes, vocab_size: int, tolerance: float) -> None:
     """Prepares vLLM's workers, and compares the base model alone with the base model in a batch with two random
     adapters. Raises RowsMixed."""
     mended = await engine.collective_rpc(START_METHOD)
@@ -75,7 +65,7 @@ async def check_rows(engine: AsyncEngine, types: CheckTypes, vocab_size: int, to
 
 
 class _Check:
-    def __init__(self, engine: AsyncEngine, types: CheckTypes, vocab_size: int) -> None:
+    def __init__(self, engine: AsyncEngine, types: VllmTypes, vocab_size: int) -> None:
         self._engine, self._types = engine, types
         self._prompt = [(11 + 37 * at) % vocab_size for at in range(PROMPT_TOKENS)]
 

@@ -272,10 +272,6 @@ class SlotStore:
         else:
             slot.ready = True
 
-    def placed(self) -> list[Slot]:
-        """Returns the slots that are in use, or being filled, now."""
-        return list(self.device.values())
-
     def close(self) -> None:
         self.hosts.close()
 

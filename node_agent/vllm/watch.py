@@ -42,7 +42,7 @@ class Watch:
         if self._silent > self._answer_s:
             return f"vLLM has not answered for {self._silent:.0f} s"
         if not self._awaiting and now >= self._next_at:
-            self._awaiting, self._expected = True, self._store.placed()
+            self._awaiting, self._expected = True, list(self._store.device.values())
             self._driver.request_reports()
         return ""
 

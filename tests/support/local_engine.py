@@ -36,6 +36,22 @@ class Outcome:
     finished: Finished | None = None
 
 
+def deploy_adapter(registry: Registry, directory: Path, name: str | None = None) -> Adapter:
+    """Deploys an adapter as a function of the tenant `test`. Returns it as nodes get it."""
+    function = (name or directory.name).lower()
+    config = (directory / "adapter_config.json").read_bytes()
+    registry.deploy("test", function, AdapterUpload(config, directory / "adapter_model.safetensors"))
+    found = registry.resolve("test", function, None)
+    return Adapter(
+        found.digest,
+        found.artifact_key,
+        found.bytes,
+        tuple(found.ranks),
+        config=found.config_sha256,
+        weights=found.weights_sha256,
+    )
+
+
 class LocalEngine:
     """Deploys adapters through the real registry and collects what the engine answers."""
 
@@ -69,11 +85,7 @@ class LocalEngine:
         self._count = 0
 
     def deploy(self, directory: Path, name: str | None = None) -> Adapter:
-        function = (name or directory.name).lower()
-        config = (directory / "adapter_config.json").read_bytes()
-        self.registry.deploy("test", function, AdapterUpload(config, directory / "adapter_model.safetensors"))
-        found = self.registry.resolve("test", function, None)
-        return Adapter(found.digest, found.artifact_key, found.bytes, tuple(found.ranks))
+        return deploy_adapter(self.registry, directory, name)
 
     def submit(
         self,

@@ -21,7 +21,6 @@ from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
 START_S, STOP_S, COMMAND_S = 900, 90, 600
 ARGUMENTS = {
     "max_loras": 2, "max_lora_rank": 8, "max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True,
@@ -85,13 +84,13 @@ class Served:
 
 
 @pytest.mark.parametrize("name", list(TARGETS))
-def test_a_base_that_our_engine_refuses_is_served_by_vllm(name: str, tmp_path: Path, stories_dir: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip(f"NOT RUN: no vLLM in {PYTHON.parents[1]}; make it by `make .engines/vllm`")
+def test_a_base_that_our_engine_refuses_is_served_by_vllm(
+    name: str, tmp_path: Path, stories_dir: Path, python: Path
+) -> None:
     base = write_foreign_base(name, tmp_path / name, stories_dir)
     adapter = make_adapter(base, tmp_path / "adapter", 5, r=4, lora_alpha=8, target_modules=TARGETS[name])
     high = make_adapter(base, tmp_path / "high", 6, r=16, lora_alpha=8, target_modules=["o_proj"])
-    node = {"engine": "vllm", "dtype": "float32", "host_memory": "64MiB", "vllm": {"python": str(PYTHON), **ARGUMENTS}}
+    node = {"engine": "vllm", "dtype": "float32", "host_memory": "64MiB", "vllm": {"python": str(python), **ARGUMENTS}}
     tenants: dict[str, Any] = {"acme": {}}
     service = {
         "service": "v", "base_model": str(base), "node": node, "tenants": tenants,

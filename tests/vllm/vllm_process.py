@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from adapters.base_model import load_base_model
-from adapters.deployment import AdapterUpload
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.frames import Frames
@@ -40,6 +39,7 @@ from node_agent.ipc import (
     event_decoder,
 )
 from node_agent.vllm.folders import PREFIX
+from tests.support.local_engine import deploy_adapter
 from tests.support.processes import processes, tree
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ class VllmProcess:
             base_id=model_dir.name,
             registry=str(registry),
             engine="vllm",
-            vllm=VllmConfig(str(python), ARGUMENTS | settings, answer_s),
+            vllm=VllmConfig(str(python), ARGUMENTS | settings, answer_s=answer_s),
             **({"dtype": "float32"} | fields),
         )
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
@@ -168,18 +168,7 @@ class VllmProcess:
     # --- for tests
 
     def deploy(self, directory: Path, name: str | None = None) -> Adapter:
-        function = (name or directory.name).lower()
-        config = (directory / "adapter_config.json").read_bytes()
-        self.registry.deploy("test", function, AdapterUpload(config, directory / "adapter_model.safetensors"))
-        found = self.registry.resolve("test", function, None)
-        return Adapter(
-            found.digest,
-            found.artifact_key,
-            found.bytes,
-            tuple(found.ranks),
-            config=found.config_sha256,
-            weights=found.weights_sha256,
-        )
+        return deploy_adapter(self.registry, directory, name)
 
     def submit(
         self,

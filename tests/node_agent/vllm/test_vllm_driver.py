@@ -83,9 +83,6 @@ class PlayedEngine:
         self._tell("remove", lora_id)
         return True
 
-    async def list_loras(self) -> set[int]:
-        return set()
-
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
         self._tell("rpc", method)
         return [{"slots": [1], "host": [1]}]

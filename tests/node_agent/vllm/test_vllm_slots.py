@@ -189,7 +189,7 @@ def test_drawn_orders_leave_nothing(actions: list[tuple[str, int]]) -> None:
                         sent.set()
                     store.poll()
                 assert set(vllm.held) | {slot.number for slot in vllm.loading} == {
-                    slot.number for slot in store.placed() if slot.failure is None
+                    slot.number for slot in store.device.values() if slot.failure is None
                 }
                 assert world.tier.used <= world.tier.memory
             for sent in aborts:
@@ -201,7 +201,7 @@ def test_drawn_orders_leave_nothing(actions: list[tuple[str, int]]) -> None:
             while vllm.loading:
                 vllm.end_load(store)
             store.poll()
-            assert not any(slot.leases for slot in store.placed())
+            assert not any(slot.leases for slot in store.device.values())
             assert store.free_bytes == 2 * SLOT_BYTES and not store.loading_bytes
             for adapter in adapters:
                 world.until(lambda a=adapter: not (f := world.tier.get(a.digest)) or not f.in_use, store.poll)  # type: ignore[misc]
