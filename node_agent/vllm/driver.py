@@ -20,6 +20,8 @@ from node_agent.vllm.worker_extension import ADAPTERS_METHOD, WorkerAdapters
 
 log = logging.getLogger("garnish.engine")
 
+CANCEL_S = 2.0
+"""Maximum seconds for running calls of vLLM to end once they are cancelled. A hung vLLM does not answer them."""
 CLOSE_S = 15.0
 """Maximum seconds for vLLM's processes to end."""
 
@@ -181,8 +183,14 @@ class Driver:
         try:
             self._loop.run_forever()
         finally:
-            orders.cancel()
+            self._loop.run_until_complete(self._cancel([orders, *self._tasks.values()]))
             engine.shutdown()
+
+    async def _cancel(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Cancels the tasks, and waits at most CANCEL_S seconds for their ends."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=CANCEL_S)
 
     async def _started(self) -> AsyncEngine:
         engine = self._make()
