@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import os
@@ -29,8 +30,11 @@ from tests.lanes import lacks_wanted, order, pytest_xdist_make_scheduler
 from tests.quick import deselect, is_left_out, pytest_addoption
 from tests.support.draws import MANY, USUAL, draws
 from tests.support.interpreted import patched_once
+from tests.support.parsing import parse_again
 
 __all__ = ["pytest_addoption", "pytest_xdist_make_scheduler"]
+
+ast.parse = parse_again
 
 # Hundreds of processes load the same modules. Where the environment forbids to keep them compiled (containers often
 # do), each would compile them anew: tests' modules take twice as long, a gateway half a second.

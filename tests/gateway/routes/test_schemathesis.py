@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 
 import pytest
 import schemathesis
@@ -34,16 +32,6 @@ CHECKS = [
 DOCUMENT = json.loads(FILE.read_text())
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
-
-
-@pytest.fixture(autouse=True)
-def no_garbage_collection() -> Iterator[None]:
-    """CPython 3.11's ast.parse, by which strategies are shown, can lose count of its depth and raise a SystemError
-    (python/cpython#106905). It did so in whole runs alone; that a collection inside it is the cause is a guess."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.hypothesis
