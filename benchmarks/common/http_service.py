@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import aiohttp
 import httpx
 
 from benchmarks.common.processes import tethered
+from benchmarks.common.report import ROOT
 from cluster.secret import read_secret
 from garnish.credentials import FILE_NAME, read_credentials
 from tests.support.ports import free_port
@@ -45,11 +47,13 @@ class HttpService:
         device: str = "cpu",
         prefix_cache: str = "off",
         file: str = "",
+        tree: Path = ROOT,
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
         `options` of `garnish up`; `registry`: empty for the default, in the state directory. What is timed must not
         depend on what was asked before, so there is no `prefix_cache` unless it is asked for. `file`: serverless.yml as
-        a whole, in place of what all these would make of it."""
+        a whole, in place of what all these would make of it. `tree`: the checkout whose code runs."""
+        self.tree = tree
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
@@ -74,7 +78,13 @@ class HttpService:
         command = [str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port)]
         command += self.options
         self._log = (self.root / "up.log").open("w")
-        self._process = subprocess.Popen(tethered(command), cwd=self.root, stdout=self._log, stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen(
+            tethered(command),
+            cwd=self.root,
+            env=os.environ | {"PYTHONPATH": str(self.tree)},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
         deadline = time.monotonic() + START_LIMIT
         while "\nready" not in (self.root / "up.log").read_text():
             if self._process.poll() is not None or time.monotonic() > deadline:

@@ -133,16 +133,18 @@ class _Chunk(msgspec.Struct):
 
 
 class OpenAiServer:
-    """A Call to one server. `max_tokens` are asked for, with greedy choice and end tokens ignored."""
+    """A Call to one server. `max_tokens` are asked for, with end tokens ignored; greedy without a `temperature`."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, max_tokens: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, max_tokens: int, temperature: float = 0) -> None:
         self._session, self._url, self._max_tokens = session, f"{url}/v1/completions", max_tokens
+        self._temperature = temperature
         self._decoder = msgspec.json.Decoder(_Chunk)
 
     async def __call__(self, request: Planned) -> Sample:
         body = {
-            "model": request.model, "prompt": request.prompt, "max_tokens": self._max_tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+            "model": request.model, "prompt": request.prompt, "max_tokens": self._max_tokens,
+            "temperature": self._temperature, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
         }  # fmt: skip
         sample = Sample(request.model, sent=time.perf_counter())
         await stream_events(self._session, self._url, body, sample, partial(self._add, sample))

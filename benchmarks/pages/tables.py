@@ -63,7 +63,7 @@ from benchmarks.prefix_cache.tables import prefix_cache_table
 from benchmarks.registry.tables import scale_table
 from benchmarks.scheduling.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.scheduling.tables import fidelity_table, placement_table, scheduling_table
-from benchmarks.serve.tables import serve_table
+from benchmarks.serve.tables import relay_cost_text, serve_table, versions_table
 
 
 def one(study: str, of: Callable[[dict[str, Any]], str]) -> Callable[[Reports], str]:
@@ -161,6 +161,10 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "remote-store": one("remote_store", remote_store_table),
         "handoff": one("handoff", handoff_table),
         "worker-products": each(("handoff", "handoff_avx2"), worker_products_table),
+    },
+    ROOT / "docs" / "design" / "decisions" / "plain-words.md": {
+        "versions": one("versions", versions_table),
+        "relay-cost": one("relay_cost", relay_cost_text),
     },
     ROOT / "docs" / "guide" / "simulate.md": {
         "fidelity": one("fidelity", fidelity_table),
