@@ -44,6 +44,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
         ),
         pytest.param("serve.serve", ["--base"], SERVE, marks=pytest.mark.slow),
         pytest.param(
+            "serve.versions",
+            ["--before", "", "--model"],
+            {"ttft_1_s_after", "tok_s_8_after_worst"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "faults.restored",
             ["--model"],
             {"all_s_6", "worst_s_6", "link_share_6", "leader_s", "worst_leader_s"},
