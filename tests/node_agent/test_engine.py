@@ -326,6 +326,9 @@ def test_logprobs_equal_the_models_own(make_engine: MakeEngine, reference: PeftR
 def test_stats_say_what_is(make_engine: MakeEngine, adapter_dir: Path) -> None:
     engine = make_engine()
     adapter = engine.deploy(adapter_dir)
+    while not engine.engine.store.on_device(adapter.digest):  # tokens may come before the load's end, layer by layer
+        engine.submit(STORY, 1, adapter)
+        engine.run()
     request = engine.submit(STORY, 50, adapter, ignore_eos=True)
     engine.run(until=lambda: len(engine.outcomes[request].tokens) > 2)
     stats = stats_of(engine.engine)
