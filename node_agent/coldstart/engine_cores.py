@@ -22,13 +22,18 @@ class EngineCores:
     def __init__(self, threads: int, workers: Collection[int]) -> None:
         """`threads`: torch threads of the engine while no worker is armed; `workers`: core numbers of the workers."""
         self._all = os.sched_getaffinity(0)
-        self._without_workers = self._all - set(workers) or self._all
         self.threads = threads
-        self.fewer = max(1, min(threads, usable_cores() - len(workers)))
-        """Torch threads of the engine while workers are armed."""
+        self._reduced = False
         self.per_handoff = threads <= CHEAP_CHANGE
         """True if cores pass to the workers and back at each handoff; False if once per run of consecutive assisted
         layers."""
+        self.leave(workers)
+
+    def leave(self, workers: Collection[int]) -> None:
+        """Sets the cores that the engine gives up while workers are armed."""
+        self._without_workers = self._all - set(workers) or self._all
+        self.fewer = max(1, min(self.threads, usable_cores() - len(workers)))
+        """Torch threads of the engine while workers are armed."""
 
     @property
     def slowdown(self) -> float:
@@ -37,10 +42,11 @@ class EngineCores:
 
     def lend(self) -> None:
         os.sched_setaffinity(0, self._without_workers)
-        if self.fewer != self.threads:
+        self._reduced = self.fewer != self.threads
+        if self._reduced:
             torch.set_num_threads(self.fewer)
 
     def take_back(self) -> None:
         os.sched_setaffinity(0, self._all)
-        if self.fewer != self.threads:
+        if self._reduced:
             torch.set_num_threads(self.threads)

@@ -59,8 +59,7 @@ class WorkerPool:
             raise ValueError("the host pool and the handoffs must have one dtype")
         self._flags: Flags = load_flags()
         self.layout, self._host, self._cores = layout, host, list(cores)
-        self.limit = len(self._cores)
-        """Maximum workers that compute at once: one per core, or fewer for a measurement."""
+        self._limit = len(self._cores)
         self.engine_cores: EngineCores | None = None
         """Cores that the engine gives up while workers are armed; None: the engine has other cores."""
         self.link: HandoffLink | None = None
@@ -86,6 +85,18 @@ class WorkerPool:
     def wait_ready(self, timeout: float, count: int | None = None) -> int:
         """Waits up to `timeout` seconds until all (or `count`) workers are warm. Returns how many are."""
         return self._keeper.wait_ready(len(self._cores) if count is None else count, timeout)
+
+    @property
+    def limit(self) -> int:
+        """Maximum workers that compute at once: one per core, or fewer if fewer are as good. The others sleep, and the
+        engine keeps their cores."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, count: int) -> None:
+        self._limit = count
+        if self.engine_cores is not None:
+            self.engine_cores.leave(self._cores[:count])
 
     @property
     def rests_between_handoffs(self) -> bool:
@@ -114,7 +125,7 @@ class WorkerPool:
         if self._armed == 1:
             if self.engine_cores is not None:
                 self.engine_cores.lend()
-            for index in range(len(self._cores)):
+            for index in range(self._limit):
                 self.rouse(index)
 
     def rouse(self, index: int) -> None:
