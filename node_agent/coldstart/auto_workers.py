@@ -13,7 +13,7 @@ from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import MODES, WorkersDecision
 from node_agent.coldstart.costs import pipelined_costs, result_bytes
-from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, median_spread
+from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample, PassTimes, median_spread
 from node_agent.coldstart.planner import choose
 from node_agent.coldstart.profile import Profile
 from node_agent.config import EngineConfig
@@ -74,8 +74,9 @@ def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, load
 
 
 def is_judged(times: PassTimes) -> bool:
-    """Returns whether all kinds of calls by which workers are judged were measured."""
-    return all(times.is_measured(kind, PLANS) for kind in JUDGED)
+    """Returns whether all kinds of calls by which workers are judged were measured, answers included. Later calls of
+    users may have displaced the measured ones."""
+    return all(len(times.answers(kind, plan)) >= ROUNDS for kind in JUDGED for plan in PLANS)
 
 
 def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
@@ -85,7 +86,7 @@ def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersD
     Calls gain if, for at least one of the judged kinds, alone or concurrently, first tokens come sooner by MIN_GAIN and
     answers do not end later.
     """
-    alone = [_Comparison.of(kind, {plan: times.of(kind, plan) for plan in PLANS}) for kind in JUDGED]
+    alone = [_Comparison.of(kind, {plan: times.answers(kind, plan) for plan in PLANS}) for kind in JUDGED]
     burst = [_Comparison.of(kind, {plan: times.burst(kind, plan) for plan in PLANS}) for kind in JUDGED]
     comparisons = [comparison for comparison in alone + burst if comparison is not None]
     if not comparisons:
@@ -111,13 +112,12 @@ class _Comparison:
     @classmethod
     def of(cls, kind: CallKind, samples: dict[str, list[PassSample]]) -> _Comparison | None:
         """Returns the comparison of a kind's samples, given by plan; None if a plan has no samples."""
-        measured = {plan: [sample for sample in each if sample.answer] for plan, each in samples.items()}
-        if not all(measured.values()):
+        if not all(samples.values()):
             return None
-        first = {plan: 1e3 * median(s.first for s in each) for plan, each in measured.items()}
-        answer = {plan: 1e3 * median(s.answer for s in each) for plan, each in measured.items()}
-        spread = sum(median_spread([s.answer for s in each]) for each in measured.values())
-        return cls(kind, next(iter(measured.values()))[0].calls, first, answer, spread)
+        first = {plan: 1e3 * median(s.first for s in each) for plan, each in samples.items()}
+        answer = {plan: 1e3 * median(s.answer for s in each) for plan, each in samples.items()}
+        spread = sum(median_spread([s.answer for s in each]) for each in samples.values())
+        return cls(kind, next(iter(samples.values()))[0].calls, first, answer, spread)
 
     @property
     def gains(self) -> bool:

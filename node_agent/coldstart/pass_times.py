@@ -141,6 +141,11 @@ class PassTimes:
         """Returns whether ROUNDS passes of each plan are stored for this kind of call."""
         return all(len(self.of(kind, plan)) >= ROUNDS for plan in plans)
 
+    def answers(self, kind: CallKind, plan: str) -> list[PassSample]:
+        """Returns the samples of this kind and plan that were measured up to the end of an answer. Chunks of users'
+        requests were not."""
+        return [sample for sample in self.of(kind, plan) if sample.answer]
+
     def bounds(self, kind: CallKind, plan: str, forecast: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the lower bounds, likely values and upper bounds of pass durations, in seconds. `forecast`: seconds
         of the same passes by the profile alone."""

@@ -192,7 +192,7 @@ class WorkerManager:
             times.forget("assist")
             workers.limit = count
             calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
-            seconds[count] = median(s.first for s in times.of(TYPICAL, "assist"))
+            seconds[count] = median(s.first for s in times.answers(TYPICAL, "assist"))
         if self.config.max_cold > 1:
             calibration.measure(TYPICAL, PLANS, BURST_ROUNDS, self.config.max_cold)
         return min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))

@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from cluster.json_file import write_json
 from node_agent.coldstart import setup, worker_manager, worker_start
 from node_agent.coldstart.auto_workers import (
     MAX_WORKERS,
@@ -25,7 +26,7 @@ from node_agent.coldstart.auto_workers import (
 )
 from node_agent.coldstart.calibration import Calibration
 from node_agent.coldstart.cold_starts import WorkersDecision
-from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample, PassTimes
+from node_agent.coldstart.pass_times import MAX_SAMPLES, ROUNDS, CallKind, PassSample, PassTimes
 from node_agent.coldstart.planner import NOT_WORTH
 from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import LinkConfig
@@ -201,6 +202,35 @@ def test_workers_are_kept_if_measured_calls_gain(
         assert len(starts) == 1, "workers that are known to be of no use are not started to see it again"
     else:
         assert len(starts) in (2, 3) and len(set(starts[-2:])) == 1  # fewer than tried first, where all cores are many
+
+
+@needs_core
+def test_calls_of_users_never_stand_for_measured_ones(
+    stories_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a kind that is judged, and so many that they displaced the measured ones: the next start measures again."""
+    file = tmp_path / "profile.json"
+    monkeypatch.setattr(MadeUpCalls, "runs", [], raising=False)
+    monkeypatch.setattr(MadeUpCalls, "seconds", {"pipeline": 1.0, "assist": 0.5, "wait": 1.2}, raising=False)
+    monkeypatch.setattr(worker_manager, "Calibration", MadeUpCalls)
+
+    def count() -> int:
+        with closing(
+            LocalEngine(
+                stories_dir, tmp_path / "registry", dtype="float32", threads=1, load_link=LinkConfig(1e6),
+                max_cold=1, profile=str(file), **SIZES,
+            )
+        ) as engine:  # fmt: skip
+            return engine.engine.cold_start.decision.count
+
+    kept = count()
+    profile = msgspec.json.decode(file.read_bytes(), type=Profile)
+    times = PassTimes(profile.passes)
+    for sample in profile.passes:
+        for _ in range(MAX_SAMPLES):
+            times.add(PassSample(sample.kind, sample.plan, 0.1, 0.1))
+    write_json(msgspec.structs.replace(profile, passes=times.samples), file)
+    assert kept > 0 and count() == kept
 
 
 @needs_core
