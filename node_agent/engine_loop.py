@@ -14,7 +14,7 @@ from node_agent.engine.stats import stats_of
 from node_agent.engine_channel import Channel, Disconnected, WakeUp
 from node_agent.heartbeat import Heartbeat
 from node_agent.idle_work import QUIET_S, EndingWork
-from node_agent.ipc import Cancel, PrefetchHints, Ready, Submit
+from node_agent.ipc import Cancel, Command, PrefetchHints, Ready, Submit
 
 STATS_INTERVAL = 0.2
 """Seconds between two snapshots of an idle engine. A working engine sends them at least MIN_STATS_INTERVAL apart."""
@@ -42,6 +42,10 @@ class Loop:
         self._stats_at = 0.0
         self._snapshot = stats_of(engine)
         self._check_at = time.monotonic() + CHECK_INTERVAL
+        self._arrived: list[Command] = []
+        """Commands that arrived during a measurement and are not carried out yet."""
+        self._hints: PrefetchHints | None = None
+        """Hints that the engine follows."""
 
     def run(self, path: str, heartbeat: int | None) -> None:
         """Serves API processes at the socket `path`, one after the other, until `stopping` returns True. `heartbeat`:
@@ -78,6 +82,7 @@ class Loop:
             self.drop_all()
 
     def drop_all(self) -> None:
+        self._arrived, self._hints = [], None
         self.engine.cancel_all()
         self.engine.prefetcher.clear()
         self.engine.take_events()
@@ -99,12 +104,14 @@ class Loop:
             self._wait(channel, selector)
 
     def _receive(self, channel: Channel) -> None:
-        for command in channel.receive():
+        commands, self._arrived = self._arrived + channel.receive(), []
+        for command in commands:
             if isinstance(command, Submit):
                 self.engine.submit(command.request)
             elif isinstance(command, Cancel):
                 self.engine.cancel(command.id)
             elif isinstance(command, PrefetchHints):
+                self._hints = command
                 self.engine.prefetcher.want(command.residency)
             else:
                 self.engine.orders.take(command)
@@ -157,7 +164,7 @@ class Loop:
             channel.send([now])
 
     def _keep_alive(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Keeps the connection alive during a measurement, and returns whether a message has arrived.
+        """Keeps the connection alive during a measurement, and returns whether the engine has other work.
 
         When a snapshot is due, sends the last one again. An engine without messages counts as dead, but a new snapshot
         would include what the measurement borrows.
@@ -166,14 +173,28 @@ class Loop:
         if time.monotonic() >= self._stats_at:
             channel.send([self._snapshot])
             self._stats_at = time.monotonic() + STATS_INTERVAL
+        return self.stopping() or self._has_arrived(channel, selector)
+
+    def _has_arrived(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
+        """Returns whether commands have arrived that the engine must carry out.
+
+        The gateway repeats its hints every few seconds, so a measurement would never end if it yielded to them. Hints
+        that are the same as before only stay valid for longer.
+        """
         read = selectors.EVENT_READ  # the end of a copy also wakes the engine, but is no reason to stop
-        return self.stopping() or any(
-            key.fileobj is channel.socket and bool(events & read) for key, events in selector.select(0)
-        )
+        if any(key.fileobj is channel.socket and bool(events & read) for key, events in selector.select(0)):
+            for command in channel.receive():
+                if isinstance(command, PrefetchHints) and command == self._hints and not self._arrived:
+                    self.engine.prefetcher.want(command.residency)
+                else:
+                    self._arrived.append(command)
+        return bool(self._arrived)
 
     def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         """Waits for a message, a wake-up by a load, a request's deadline, or the next snapshot. Checks adapter memory
         first."""
+        if self._arrived:
+            return
         self._check_memory()
         until = min(self._stats_at, self.engine.next_deadline() or self._stats_at)
         write = selectors.EVENT_WRITE if channel.wants_write else 0

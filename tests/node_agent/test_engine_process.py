@@ -15,6 +15,7 @@ import pytest
 
 from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
+from cluster.residency import WantedResidency
 from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.worker_manager import WorkerManager
@@ -28,7 +29,7 @@ from node_agent.engine_channel import Channel, WakeUp
 from node_agent.engine_loop import Loop
 from node_agent.engine_process import ready_message
 from node_agent.idle_work import QUIET_S
-from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Ready, Submit, encode, event_decoder
+from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, PrefetchHints, Ready, Submit, encode, event_decoder
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.test_floods import STORY, flooded
 from tests.support.local_engine import MakeEngine
@@ -143,10 +144,10 @@ def test_another_decision_on_cpu_workers_is_told_once(make_engine: MakeEngine, t
 
 
 @pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
-def test_layers_that_arrive_do_not_end_a_measurement_of_cold_calls(
+def test_neither_arriving_layers_nor_repeated_hints_end_a_measurement_of_cold_calls(
     make_engine: MakeEngine, tmp_path: Path, wake: WakeUp
 ) -> None:
-    """They wake the engine as any load's do; only a message of the API process ends the measurement."""
+    """Layers wake the engine as any load's do, and the gateway repeats its hints; any other message ends it."""
     sizes = {"adapter_memory": 4 << 20, "host_memory": 16 << 20}
     engine = make_engine(cpu_workers=1, load_link=LinkConfig(3e6), on_change=wake.set, **sizes)
     starts = engine.engine.cold_start
@@ -164,10 +165,14 @@ def test_layers_that_arrive_do_not_end_a_measurement_of_cold_calls(
         peer.sendall(encode([Cancel("nobody")]))
         loop._measure(channel, selector)
         assert not starts.times.is_measured(TYPICAL) and TYPICAL in starts.unmeasured
-        channel.receive()
+        hints = PrefetchHints(WantedResidency([], 20.0, {"0" * 64: 60.0}))
+        peer.sendall(encode([hints]))
+        loop._receive(channel)
+        assert not loop._arrived
         manager = engine.engine.worker_manager
         assert isinstance(manager, WorkerManager)
         manager._retry.until = 0.0
+        peer.sendall(encode([hints]))
         assert loop._measure(channel, selector)
         assert starts.times.is_measured(TYPICAL) and TYPICAL not in starts.unmeasured
         channel.close()
