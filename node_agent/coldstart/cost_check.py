@@ -74,7 +74,9 @@ class CostCheck:
         self.engine, self.base, self.starts = engine, base, engine.cold_start
         self.pause = Pause(CHECK_PAUSE_S)
         self.changes = 0
-        """number of measurements in a row that have found a change"""
+        """number of measurements in a row that have found the same change"""
+        self._repeated: frozenset[str] = frozenset()
+        """changes that all of these measurements have found"""
         self._requested = False
         """True if served calls have shown a change that is not measured yet, even if the learnt costs fade meanwhile"""
 
@@ -88,7 +90,7 @@ class CostCheck:
 
     def measure(self, should_yield: Callable[[], bool]) -> Profile | None:
         """Measures the costs until `should_yield` returns True. Returns the profile with the changed costs, without
-        measured passes, if this was the last of CONFIRMATIONS that found a change; else None."""
+        measured passes, if this was the last of CONFIRMATIONS that found the same change; else None."""
         try:
             with self._fresh_corrections():
                 profile = self._measured(should_yield)
@@ -100,12 +102,36 @@ class CostCheck:
             seconds = self._give_up()
             log.info("the costs of cold calls have not changed", extra={"next_check_s": seconds})
             return None
-        self.changes += 1
-        self.pause.reset()
+        count = self.changes
+        profile = self._confirmed(profile)
+        if self.changes > count:
+            self.pause.reset()
+        else:
+            self.pause.lengthen()  # findings that differ again and again are noise
         if self.changes < CONFIRMATIONS:
             return None
         self.changes, self._requested = 0, False
         _log_change(self.starts.profile, profile)
+        return profile
+
+    def _confirmed(self, profile: Profile) -> Profile:
+        """Counts a measurement with the earlier ones if it has found a change that they all found, else as the first
+        one. Returns the profile with these changes alone."""
+        before = self.starts.profile
+        assert before is not None
+        changed = {"link": profile.link != before.link, "layer": profile.layer != before.layer}
+        faster = {
+            "link": profile.link.bandwidth > before.link.bandwidth,
+            "layer": profile.layer_seconds(TYPICAL.tokens) < before.layer_seconds(TYPICAL.tokens),
+        }
+        latest = frozenset(f"{name} {'faster' if faster[name] else 'slower'}" for name in changed if changed[name])
+        again = self.changes > 0 and bool(latest & self._repeated)
+        self.changes, self._repeated = (self.changes + 1, latest & self._repeated) if again else (1, latest)
+        names = {name.partition(" ")[0] for name in self._repeated}
+        if "link" not in names:
+            profile = replace(profile, link=before.link)
+        if "layer" not in names:
+            profile = replace(profile, key=before.key, layer=before.layer, cpu=before.cpu, handoff=before.handoff)
         return profile
 
     def _learnt_change(self) -> bool:

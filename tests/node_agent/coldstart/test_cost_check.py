@@ -268,6 +268,29 @@ def test_a_busy_moment_changes_nothing(slow: SlowNode, monkeypatch: pytest.Monke
     assert not manager.work(nobody_calls), "no call has shown a change since"
 
 
+def test_two_different_findings_confirm_nothing(slow: SlowNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy moment may slow a load once, and a pass another time; and what was found once alone is not stored."""
+    starts, check = slow.engine.engine.cold_start, slow.check
+    before = starts.profile
+    assert before is not None
+    link = LinkCost(0.0, before.link.bandwidth / 2)
+    faster, slower = (
+        tuple((tokens, factor * seconds) for tokens, seconds in before.layer) for factor in (1 / SLOW, 2.0)
+    )
+    found = [{"link": link}, {"layer": slower}, {"layer": faster}, {"layer": faster, "link": link}]
+    profiles = iter(msgspec.structs.replace(before, **each) for each in found)
+    monkeypatch.setattr(CostCheck, "_measured", lambda *_: next(profiles))
+    judged, pauses = list[Profile | None](), list[float]()
+    for _ in found:
+        judged.append(check.measure(nobody_calls))
+        pauses.append(check.pause.seconds)
+    assert pauses == [CHECK_PAUSE_S, 2 * CHECK_PAUSE_S, 4 * CHECK_PAUSE_S, CHECK_PAUSE_S], (
+        "noise is measured less often"
+    )
+    assert judged[:3] == [None, None, None] and check.changes == 0
+    assert judged[3] == msgspec.structs.replace(before, layer=faster)
+
+
 @needs_core
 def test_workers_that_cannot_be_measured_are_tried_less_and_less_often(
     slow: SlowNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
