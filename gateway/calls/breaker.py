@@ -16,7 +16,7 @@ from cluster.node_table import NodeTable
 from gateway.calls.node_watch import NodeFailure
 
 THRESHOLD = 3
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """First pause after a circuit opens, and the longest pause, in seconds."""
 
 Circuit = Literal["closed", "open", "half_open"]
@@ -31,13 +31,13 @@ class CircuitOpen(NodeFailure):
 
     def __init__(self, node_id: str) -> None:
         message = f"node {node_id} could not be talked to lately, and another request tries now"
-        super().__init__(ServiceError("unavailable", message, retry_after=FIRST_PAUSE), retryable=True)
+        super().__init__(ServiceError("unavailable", message, retry_after=FIRST_PAUSE_S), retryable=True)
 
 
 class _Breaker:
     def __init__(self) -> None:
         self.failures = 0
-        self.pause = FIRST_PAUSE / 2
+        self.pause = FIRST_PAUSE_S / 2
         self.until = 0.0
         self.probe: Probe | None = None
 
@@ -106,7 +106,7 @@ class Breakers:
         if breaker.failures < THRESHOLD:
             return
         breaker.probe = None
-        breaker.pause = min(2 * breaker.pause, LONGEST_PAUSE)
+        breaker.pause = min(2 * breaker.pause, MAX_PAUSE_S)
         breaker.until = self._clock() + breaker.pause
         if not was_open:
             self._opened(node_id)

@@ -20,7 +20,7 @@ from stub_node import echo
 
 from cluster.news import NodeRecord
 from cluster.node_table import NodeTable
-from gateway.calls.breaker import FIRST_PAUSE, LONGEST_PAUSE, THRESHOLD, Breakers, CircuitOpen, Probe
+from gateway.calls.breaker import FIRST_PAUSE_S, MAX_PAUSE_S, THRESHOLD, Breakers, CircuitOpen, Probe
 from gateway.scheduling.placement import Placed, place
 
 NODE = ("n", "1")
@@ -59,15 +59,15 @@ def test_opens_after_failures_in_a_row_and_probes() -> None:
     breakers, table = opened(clock, told)
     assert (breakers.blocked(table), breakers.circuit(*NODE), told) == ({"n"}, "open", ["n"])
     breakers.failed(*NODE)  # one that was on its way
-    clock.now += FIRST_PAUSE
+    clock.now += FIRST_PAUSE_S
     assert (breakers.blocked(table), breakers.circuit(*NODE)) == (frozenset(), "half_open")
     probe = breakers.begin(*NODE)
     assert breakers.blocked(table) == {"n"}, "one is enough to see"
     breakers.failed(*NODE, probe)
     breakers.undecided(*NODE, probe)
-    clock.now += FIRST_PAUSE
+    clock.now += FIRST_PAUSE_S
     assert breakers.circuit(*NODE) == "open", "twice as long"
-    clock.now += FIRST_PAUSE
+    clock.now += FIRST_PAUSE_S
     probe = breakers.begin(*NODE)
     breakers.answered(*NODE)
     breakers.undecided(*NODE, probe)
@@ -77,7 +77,7 @@ def test_opens_after_failures_in_a_row_and_probes() -> None:
 def test_a_probe_that_is_given_up_lets_another_try() -> None:
     clock = Clock()
     breakers, table = opened(clock, [])
-    clock.now += FIRST_PAUSE
+    clock.now += FIRST_PAUSE_S
     breakers.undecided(*NODE, breakers.begin(*NODE))
     assert breakers.blocked(table) == frozenset()
 
@@ -100,7 +100,7 @@ def test_there_is_one_probe_at_a_time(data: st.DataObject) -> None:
                     assert free and begun is not None
                     held = begun
             case "wait":
-                clock.now += LONGEST_PAUSE
+                clock.now += MAX_PAUSE_S
             case "old fails":
                 breakers.failed(*NODE)
             case "old ends":
@@ -154,7 +154,7 @@ def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: 
         return placed
 
     monkeypatch.setattr("gateway.calls.routing.place", slow_place)
-    monkeypatch.setattr("gateway.services.monotonic", lambda: time.monotonic() + ahead)
+    monkeypatch.setattr("gateway.traffic.monotonic", lambda: time.monotonic() + ahead)
     running = start()
     node, client = running.node(), running.client()
     assert node.publish(running.url, url="http://127.0.0.1:9").status_code == 204
@@ -162,7 +162,7 @@ def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: 
         assert client.post("/invoke/stories260K", json={"prompt": "x"}).status_code == 502
     mute = Mute()
     assert node.publish(running.url, url=mute.url).status_code == 204
-    ahead = FIRST_PAUSE
+    ahead = FIRST_PAUSE_S
     with ThreadPoolExecutor(CALLERS) as pool:
         calls = [pool.submit(client.post, "/invoke/stories260K", json={"prompt": "x"}) for _ in range(CALLERS)]
         until(lambda: bool(mute.taken) and sum(call.done() for call in calls) >= CALLERS - 1)
@@ -175,7 +175,7 @@ def test_pauses_are_bounded_and_an_answer_in_between_begins_anew() -> None:
     clock = Clock()
     breakers, table = opened(clock, [])
     for _ in range(20):
-        clock.now += LONGEST_PAUSE
+        clock.now += MAX_PAUSE_S
         assert breakers.blocked(table) == frozenset()
         attempt(breakers)
     breakers.answered(*NODE)

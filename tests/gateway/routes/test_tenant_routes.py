@@ -231,7 +231,7 @@ def test_a_revoked_key_ends_on_every_gateway(
 ) -> None:
     """What one gateway revokes, another may honour for a second and no longer, while the registry is there."""
     clock = Clock()
-    monkeypatch.setattr("gateway.services.monotonic", clock)
+    monkeypatch.setattr("gateway.records.monotonic", clock)
     one, two = start(), start(tmp_dir=str(tmp_path / "second" / "uploads"))
     admin = one.client("admin")
     key = admin.post("/tenants/acme/keys").json()
