@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 CONNECTIONS = 32
 """Maximum number of pooled connections: a gateway's reading threads (16), the transfers (8), and some to spare."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 READ_BYTES = 256 << 10
 ANSWERS = (404, 412, 416)
 """HTTP statuses that are about the object, and are left to the caller."""
@@ -125,7 +125,7 @@ class S3Calls:
                 return work(self.client)
             except FAILURES as error:
                 doubt = self._judge(error, answers, doubt)
-                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
+                pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
                 if attempt == self.limits.attempts or time.monotonic() + pause > deadline:
                     raise StoreUnavailable(
                         f"bucket {self.bucket} gave no valid answer in {attempt} attempts; "

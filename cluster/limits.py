@@ -17,7 +17,7 @@ import msgspec
 RateName = Literal["rps", "text_bytes_per_second", "reads_per_second", "writes_per_second"]
 IDLE_BUCKETS = 1000
 """Number of stored buckets above which full ones are removed."""
-LONGEST_WAIT = 1e9
+MAX_WAIT_S = 1e9
 """Upper bound on a reported waiting time, in seconds, for rates near 0."""
 
 
@@ -119,7 +119,7 @@ class Bucket:
         missing = max(0.0, min(needed, self.capacity) - self.level)
         if not missing:
             return 0.0
-        return min(LONGEST_WAIT, missing / self.rate if self.rate > 0 else math.inf)
+        return min(MAX_WAIT_S, missing / self.rate if self.rate > 0 else math.inf)
 
     def change(self, by: float) -> None:
         """Adds `by` to the level, up to the capacity. The level may become negative."""

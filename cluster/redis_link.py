@@ -42,7 +42,7 @@ HEARTBEAT_SECONDS = 0.5
 """Time between two heartbeats. Each one also checks that no message was lost."""
 WORKER_SECONDS = 5.0
 """Seconds without a heartbeat after which a worker counts as dead, and its places as free."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """First and longest pause (seconds) before reconnecting."""
 STALE_SECONDS = 300.0
 """Seconds after the loss of Redis during which the ages of node records do not grow. Nodes that were alive at the loss
@@ -233,7 +233,7 @@ class RedisLink:
             self._lost.exception()  # marks the exception as retrieved; `_serve` raises it
 
     async def _keep(self) -> None:
-        pause = FIRST_PAUSE
+        pause = FIRST_PAUSE_S
         while not self._ending:
             try:
                 if not self.is_up:
@@ -243,7 +243,7 @@ class RedisLink:
                     async with asyncio.timeout(CONNECT_SECONDS + CALL_SECONDS):
                         await self._subscribe(messages)
                     await self._catch_up()
-                    pause = FIRST_PAUSE
+                    pause = FIRST_PAUSE_S
                     await self._serve(messages)
             except OutOfStep as error:
                 log.info("catching up with Redis", extra={"redis": self._shown, "why": str(error)})
@@ -253,7 +253,7 @@ class RedisLink:
                 log.exception("a message of Redis can't be used", extra={"redis": self._shown})
                 self._lose(error)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE_S)
 
     async def _renew(self) -> None:
         """Replaces all connections: redis-py's pool may lose one for ever when its command is cancelled."""

@@ -51,20 +51,20 @@ def add_tile(scores, v, maximum, total, acc):
 
 
 @triton.jit
-def cut(context, splits, WINDOW: tl.constexpr, LEAST: tl.constexpr, BN: tl.constexpr):
+def cut(context, splits, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, BN: tl.constexpr):
     """Returns (first visible position, positions per split) of a row with `context` tokens."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
     piece = tl.cdiv(tl.cdiv(context - first, splits), BN) * BN
-    return first, tl.maximum(piece, LEAST)
+    return first, tl.maximum(piece, MIN_PIECE)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits"], do_not_specialize_on_alignment=TABLES)
 def decode_attention(
     q, q_stride, keys, values, context_len, block_table, table_stride, out, scratch, splits, scaling,
     WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    LEAST: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    MIN_PIECE: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Computes attention for one row, one key head and one split of the context.
 
@@ -74,7 +74,7 @@ def decode_attention(
     kv = tl.program_id(1)
     split = tl.program_id(2)
     context = tl.load(context_len + row)
-    first, piece = cut(context, splits, WINDOW, LEAST, BN)
+    first, piece = cut(context, splits, WINDOW, MIN_PIECE, BN)
     begin = first + split * piece
     end = tl.minimum(begin + piece, context)
     if begin >= end:
@@ -109,17 +109,17 @@ def decode_attention(
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=TABLES)
 def combine_splits(
     scratch, context_len, out, splits,
-    WINDOW: tl.constexpr, DIM: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr,
+    WINDOW: tl.constexpr, DIM: tl.constexpr, MIN_PIECE: tl.constexpr, MAX_SPLITS: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Combines the partial results of decode_attention, of at most MOST splits, for one head of one row."""
+    """Combines the partial results of decode_attention, of at most MAX_SPLITS splits, for one head of one row."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(context_len + row)
     if context == 0:
         return
-    first, piece = cut(context, splits, WINDOW, LEAST, BN)
-    split = tl.arange(0, MOST)
+    first, piece = cut(context, splits, WINDOW, MIN_PIECE, BN)
+    split = tl.arange(0, MAX_SPLITS)
     d = tl.arange(0, BD)
     there = (first + split * piece < context) & (split < splits)
     rows, heads = tl.num_programs(0), tl.num_programs(1)

@@ -74,7 +74,7 @@ class TritonOperations:
         if not count:
             return
         width, tile = attention_tile(heads.head_dim, q.dtype)
-        shared = {"WINDOW": heads.window or 0, "DIM": heads.head_dim, "LEAST": MIN_PIECE, "BN": tile, "BD": width}
+        shared = {"WINDOW": heads.window or 0, "DIM": heads.head_dim, "MIN_PIECE": MIN_PIECE, "BN": tile, "BD": width}
         gpu_attention.decode_attention[(count, heads.kv_heads, splits)](
             q, q.stride(0), cache.keys, cache.values, rows.context_len, rows.block_table, rows.block_table.stride(0),
             out, scratch, splits, heads.scaling * LOG2_E, BLOCK_TOKENS=cache.block_tokens, GROUP=group,
@@ -82,7 +82,7 @@ class TritonOperations:
         )  # fmt: skip
         if splits > 1:
             gpu_attention.combine_splits[(count, heads.heads)](
-                scratch, rows.context_len, out, splits, MOST=MAX_SPLITS, **shared
+                scratch, rows.context_len, out, splits, MAX_SPLITS=MAX_SPLITS, **shared
             )
 
     def prefill_attention(self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor) -> None:

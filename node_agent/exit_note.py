@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NAME = "engine.exit"
-LONGEST = 200
+MAX_CHARACTERS = 200
 """Maximum characters of the note that are read."""
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def write_exit(run_dir: Path, code: int) -> None:
 def read_exit(run_dir: Path) -> str:
     """Returns the note's text; empty if there is none."""
     try:
-        return (run_dir / NAME).read_text()[:LONGEST]
+        return (run_dir / NAME).read_text()[:MAX_CHARACTERS]
     except OSError:
         return ""
 

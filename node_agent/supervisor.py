@@ -26,11 +26,11 @@ from node_agent.gpu.claim import claimed_gpu
 from node_agent.gpu.devices import NoGpu
 from node_agent.heartbeat import Watch, heartbeat_memory
 
-FIRST_BACKOFF = 0.2
-LONGEST_BACKOFF = 10.0
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
 STEADY = 30.0
 """Seconds of runtime after which a process counts as healthy. If it exits later, it is restarted quickly."""
-LONGEST_SILENCE_S = 60.0
+MAX_SILENCE_S = 60.0
 """Seconds without a heartbeat after which an engine is killed, whatever silence it announced."""
 LOOK_S = 2.0
 """Seconds between two checks of a heartbeat."""
@@ -119,7 +119,7 @@ class Child:
         self._config = msgspec.json.encode(config)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
-        self._backoff = FIRST_BACKOFF
+        self._backoff = FIRST_BACKOFF_S
         self._restart_at = 0.0
         self._told_to_stop = False
 
@@ -145,7 +145,7 @@ class Child:
         if code is None:
             return False
         if now - self._started >= STEADY:
-            self._backoff = FIRST_BACKOFF
+            self._backoff = FIRST_BACKOFF_S
         self._restart_at = now + self._backoff
         extra = {"child": self.name, "pid": self._process.pid, "code": code, "after": round(now - self._started, 3)}
         if self._told_to_stop:
@@ -157,14 +157,14 @@ class Child:
         if self._on_end is not None:
             self._on_end(code)
         self.failures += 1
-        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+        self._backoff = min(2 * self._backoff, MAX_BACKOFF_S)
         self._process = None
         return True
 
     def _kill_if_silent(self, watch: Watch, process: subprocess.Popen[bytes], now: float) -> float:
         """Kills the process if it has been silent too long. Returns the seconds until the next check."""
         silent = watch.silence(now, process.pid)
-        if silent >= LONGEST_SILENCE_S:
+        if silent >= MAX_SILENCE_S:
             extra = {"child": self.name, "pid": process.pid, "silent": round(silent, 1)}
             log.error("child hangs and is killed", extra=extra)
             process.kill()

@@ -19,8 +19,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 BLOCK = 16
 CONTEXTS = (1, BLOCK, BLOCK + 1, MIN_PIECE + 1)
 """Contexts of the first rows; others follow, of which the longest is cut into several pieces."""
-LONGEST, ROWS, MAX_CHUNK = 4 * MIN_PIECE, 7, 24
-BLOCKS_OF_ROW = LONGEST // BLOCK
+MAX_CONTEXT, ROWS, MAX_CHUNK = 4 * MIN_PIECE, 7, 24
+BLOCKS_OF_ROW = MAX_CONTEXT // BLOCK
 SHAPES = (
     (4, 2, 16, None), (6, 6, 64, None), (8, 1, 80, None), (6, 2, 96, 150), (8, 2, 128, 40), (32, 8, 128, None),
     (8, 1, 256, None),
@@ -58,7 +58,7 @@ def draw(rng: random.Random, how: Heads) -> Given:
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    contexts = [*CONTEXTS, *(rng.randint(1, LONGEST) for _ in range(ROWS - len(CONTEXTS) - 1)), LONGEST]
+    contexts = [*CONTEXTS, *(rng.randint(1, MAX_CONTEXT) for _ in range(ROWS - len(CONTEXTS) - 1)), MAX_CONTEXT]
     chunks = [rng.randint(1, min(context, MAX_CHUNK)) for context in contexts]
     blocks = ROWS * BLOCKS_OF_ROW + 1
     free, tokens = list(range(1, blocks)), sum(chunks)
@@ -71,7 +71,7 @@ def draw(rng: random.Random, how: Heads) -> Given:
         [context - chunk + i for context, chunk in zip(contexts, chunks, strict=True) for i in range(chunk)]
     )
     owner = torch.repeat_interleave(torch.arange(ROWS), torch.tensor(chunks))
-    angles = torch.outer(torch.arange(LONGEST).float(), 10.0 ** -torch.arange(how.head_dim // 2).float())
+    angles = torch.outer(torch.arange(MAX_CONTEXT).float(), 10.0 ** -torch.arange(how.head_dim // 2).float())
     width, cache_shape = how.heads * how.head_dim, (BLOCK * blocks, how.kv_heads, how.head_dim)
     return {
         "x": noise(tokens, width), "weight": noise(width), "residual": noise(tokens, width),
@@ -112,7 +112,7 @@ def _run(
 
     def decode(t: Given) -> list[torch.Tensor]:
         out = torch.zeros(ROWS, t["x"].shape[1], dtype=dtype, device=device)
-        scratch = decode_scratch(ROWS, how, LONGEST, device)
+        scratch = decode_scratch(ROWS, how, MAX_CONTEXT, device)
         cache, rows = PagedCache(how, t["keys"], t["values"], BLOCK), Rows(t["contexts"], t["table"])
         layer.decode_attention(t["qkv"][:ROWS], cache, rows, out=out, scratch=scratch)
         return [out]

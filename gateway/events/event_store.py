@@ -23,7 +23,7 @@ from gateway.jobs.windows import Function
 WORKERS = "events/workers/"
 TENANTS_A_POLL = 200
 """Maximum tenants whose queues one poll reads; the next poll continues after them."""
-LONGEST_POLL_S = 3.0
+MAX_POLL_S = 3.0
 """Maximum seconds of one poll. The next poll continues after the last tenant that was read."""
 LISTED = 128
 """Number of a tenant's earliest markers from which a poll chooses the events that it returns."""
@@ -88,7 +88,7 @@ class EventStore(JobStore[EventRecord]):
         """Returns the due events of an index, from the first tenant after `after` on. Events of `closed` functions are
         left out. `now`: Unix time by the store's clock."""
         by_tenant: dict[str, list[Marker]] = {}
-        next_in, until = inf, monotonic() + LONGEST_POLL_S
+        next_in, until = inf, monotonic() + MAX_POLL_S
         tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
         next_after = tenants[-1] if len(tenants) == TENANTS_A_POLL else ""
         for tenant in tenants:

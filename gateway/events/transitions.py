@@ -29,7 +29,7 @@ POSTPONED = frozenset({"rate_limited"})
 REFUSED = frozenset({"rate_limited", "overloaded", "unavailable"})
 """Errors with which other calls of the function would fail as well."""
 FIRST_PAUSE_S = 2.0
-LONGEST_PAUSE_S = 300.0
+MAX_PAUSE_S = 300.0
 LOST = EventError("node_failed", "the gateway worker that ran it was lost")
 STOPPED = EventError("unavailable", "the gateway worker that ran it was stopped")
 TOO_OLD = EventError("timeout", "it was not done within its max_age")
@@ -112,7 +112,7 @@ def redriven(event: EventRecord, now: float) -> EventRecord:
 def _pause(attempts: int, at_least: float | None) -> float:
     """Returns the seconds to pause before the next attempt. They double with each attempt, and are random in the upper
     half so that retries spread."""
-    bound = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(attempts - 1, 0))
+    bound = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** max(attempts - 1, 0))
     return max(at_least or 0.0, 0.0) + random.uniform(bound / 2, bound)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 FORGOTTEN_S = 60.0
 """Seconds after which a refusal is forgotten."""
 CAUTION = 4
@@ -54,7 +54,7 @@ class Windows:
         window.refused_at, window.size = self._clock(), window.size - 1
         if window.size < 1:
             window.size, window.closed_until = 1.0, window.refused_at + max(retry_after_s, window.pause_s)
-            window.pause_s = min(2 * window.pause_s, LONGEST_PAUSE_S)
+            window.pause_s = min(2 * window.pause_s, MAX_PAUSE_S)
 
     def record_acceptance(self, function: Function) -> None:
         """Grows the function's window, because an active job was not refused."""

@@ -22,7 +22,7 @@ from gateway.leader.tick import Job, Tick
 from gateway.usage.counts import UsageCounts
 
 METER_SECONDS = 10.0
-LONGEST_GAP = 60.0
+MAX_GAP_S = 60.0
 """Maximum seconds between two readings for which adapters are counted. In a longer time another worker may have led and
 counted them."""
 MAX_DIGESTS = 40_000
@@ -126,7 +126,7 @@ class ResidentMeter:
         tick.check()
         now, before = self._clock(), self._at
         self._at = now
-        if now - before > LONGEST_GAP or before < tick.since:
+        if now - before > MAX_GAP_S or before < tick.since:
             return
         sums = await self._sums(now - before)
         for number, ((owner, version), counts) in enumerate(sums.items()):

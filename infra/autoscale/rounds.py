@@ -18,7 +18,7 @@ START_SECONDS = 300.0
 """Maximum seconds after a growth for which a pool does not grow further because nodes are starting."""
 GAP_SECONDS = 30.0
 """Seconds without a poll of the load after which earlier decisions are dropped."""
-FIRST_PAUSE, LONGEST_PAUSE = 4.0, 60.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 4.0, 60.0
 """First and maximum backoff in seconds before a driver that failed is called again."""
 
 Action = Literal["none", "set", "waits", "held"]
@@ -76,7 +76,7 @@ class _State:
     def __init__(self, targets: Targets) -> None:
         self.sizer = Sizer(targets)
         self.grown = float("-inf")
-        self.pause, self.again = FIRST_PAUSE, float("-inf")
+        self.pause, self.again = FIRST_PAUSE_S, float("-inf")
 
 
 class Autoscaler:
@@ -176,9 +176,9 @@ class Autoscaler:
         except Deferred as error:
             return msgspec.structs.replace(decided, action="waits", reason=f"{decided.reason}; {error}")
         except InfraError as error:
-            state.again, state.pause = self._clock() + state.pause, min(2 * state.pause, LONGEST_PAUSE)
+            state.again, state.pause = self._clock() + state.pause, min(2 * state.pause, MAX_PAUSE_S)
             return msgspec.structs.replace(decided, action="held", reason=f"{decided.reason}; {error}")
-        state.pause = FIRST_PAUSE
+        state.pause = FIRST_PAUSE_S
         if size > current.desired:
             state.grown = self._clock()
         if size == current.desired:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from node_agent.config import LinkConfig
 
-LONGEST_WAIT = 1.0
+MAX_WAIT_S = 1.0
 """Seconds after which a thread that waits for a transfer checks it again even if nothing changed."""
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Link:
                 remaining_s = self._arrival(transfer) - now
                 if remaining_s <= 0:
                     return
-                self._changed.wait(min(remaining_s, LONGEST_WAIT))  # joining flows delay the arrival: check again
+                self._changed.wait(min(remaining_s, MAX_WAIT_S))  # joining flows delay the arrival: check again
 
     @property
     def active(self) -> int:

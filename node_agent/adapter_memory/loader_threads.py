@@ -14,7 +14,7 @@ from typing import Protocol
 
 from node_agent.adapter_memory.priority import Priority
 
-LONGEST_WAIT = 60.0
+MAX_WAIT_S = 60.0
 """Seconds after which an idle thread looks for work even if nobody woke it."""
 CLOSE_SECONDS = 30.0
 
@@ -118,9 +118,9 @@ class LoaderThreads:
                 now = time.monotonic()
                 first = self._first()
                 dues = (job.wake_at() for job in self._jobs if job.load.priority <= first)
-                wake_at = min((at for at in dues if at is not None), default=now + LONGEST_WAIT)
+                wake_at = min((at for at in dues if at is not None), default=now + MAX_WAIT_S)
                 self._idle += 1
-                self.changed.wait(min(max(0.0, wake_at - now), LONGEST_WAIT))
+                self.changed.wait(min(max(0.0, wake_at - now), MAX_WAIT_S))
                 self._idle -= 1
             return None
 

@@ -17,7 +17,7 @@ pieces."""
 FIRST_RANGE = 1 << 20
 """Bytes of the first range, which is small so that layer 0 does not wait for many others. Each later range may be twice
 as large as the one before. Before the header is known, this number of bytes is read from the artifact's start."""
-LONGEST_SILENCE_S = 10.0
+MAX_SILENCE_S = 10.0
 """Seconds without a new byte after which reading an artifact's first bytes fails and is tried again."""
 
 
@@ -75,14 +75,14 @@ class FirstBytes:
     def read(self, arrived: Arrived) -> int:
         """Waits for the first bytes, and calls `arrived` with their number as it grows. Returns the final number.
 
-        Raises errors of the read and of `arrived`, and StoreUnavailable after LONGEST_SILENCE_S seconds without a byte.
+        Raises errors of the read and of `arrived`, and StoreUnavailable after MAX_SILENCE_S seconds without a byte.
         """
         count = -1
         while True:
             with self._changed:
                 ended = self._rest is None or self._rest.done()
-                if count == self._count and not ended and not self._changed.wait(LONGEST_SILENCE_S):
-                    raise StoreUnavailable(f"no byte after an artifact's header arrived for {LONGEST_SILENCE_S:g} s")
+                if count == self._count and not ended and not self._changed.wait(MAX_SILENCE_S):
+                    raise StoreUnavailable(f"no byte after an artifact's header arrived for {MAX_SILENCE_S:g} s")
                 more, count = self._count > count, self._count
             if more:
                 arrived(count)

@@ -19,7 +19,7 @@ take longer."""
 READ_SIZE = 1 << 18
 WRITE_LIMIT = 64 << 20
 """Maximum bytes of commands waiting for an engine that does not read."""
-LONGEST_PATH = 107
+MAX_PATH_BYTES = 107
 """Maximum bytes of a Unix socket's path (struct sockaddr_un)."""
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class EngineLink:
     async def start(self) -> None:
         """Listens on a socket in a private directory (mode 0700). Creates the directory, and replaces a leftover
         socket. Raises OSError on failure."""
-        if len(os.fsencode(self._path)) > LONGEST_PATH:
-            raise OSError(f"{self._path}: a socket's path has at most {LONGEST_PATH} bytes; use a shorter directory")
+        if len(os.fsencode(self._path)) > MAX_PATH_BYTES:
+            raise OSError(f"{self._path}: a socket's path has at most {MAX_PATH_BYTES} bytes; use a shorter directory")
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path.parent.chmod(0o700)
         self._path.unlink(missing_ok=True)  # left by a killed process

@@ -23,7 +23,7 @@ STOP_CHARACTERS = 1 << 16
 LOGPROBS_LIMIT = 64
 PARAMETER_TOKENS = 1 << 16
 """Maximum token ids of one parameter, since the engine reads them at each step."""
-LONGEST_TIMEOUT = 86400.0
+MAX_TIMEOUT_S = 86400.0
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ def check_request(request: GenerateRequest, limits: Limits, max_context: int) ->
             field,
             f"holds an id outside the vocabulary of {limits.vocab_size}",
         )
-    _require(0 < request.timeout <= LONGEST_TIMEOUT, "timeout", f"must be in (0, {LONGEST_TIMEOUT:g}] seconds")
+    _require(0 < request.timeout <= MAX_TIMEOUT_S, "timeout", f"must be in (0, {MAX_TIMEOUT_S:g}] seconds")
     _require(len(request.stop) <= STOP_LIMIT, "stop", f"has more than {STOP_LIMIT} strings")
     _require(all(request.stop), "stop", "holds an empty string")
     _require(

@@ -19,10 +19,10 @@ import msgspec
 
 from node_agent.coldstart.shared import WorkerConfig, WorkerReady
 
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 30.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
 STEADY = 30.0
 """Seconds of runtime after which a worker counts as stable. If it exits later, its restart waits only for
-FIRST_BACKOFF."""
+FIRST_BACKOFF_S."""
 START_LIMIT_S = 120.0
 """Maximum seconds from process start until the worker is warm. The first worker on a machine compiles the operator."""
 JOIN_LIMIT_S = 10.0
@@ -56,7 +56,7 @@ class _Place:
     """State of one of the keeper's workers that outlasts restarts of its process."""
 
     worker: WorkerState | None = None
-    backoff: float = FIRST_BACKOFF
+    backoff: float = FIRST_BACKOFF_S
     restart_at: float = 0.0
     output: bytearray = field(default_factory=bytearray)
 
@@ -135,7 +135,7 @@ class Keeper:
     @staticmethod
     def _back_off(place: _Place, now: float) -> None:
         place.restart_at = now + place.backoff
-        place.backoff = min(2 * place.backoff, LONGEST_BACKOFF)
+        place.backoff = min(2 * place.backoff, MAX_BACKOFF_S)
 
     def _start(self, index: int, place: _Place) -> None:
         """Starts a worker process. Raises OSError after cleaning up."""
@@ -219,7 +219,7 @@ class Keeper:
     def _record_end(self, place: _Place, worker: WorkerState, now: float) -> None:
         self.deaths += 1
         if now - worker.began >= STEADY:
-            place.backoff = FIRST_BACKOFF
+            place.backoff = FIRST_BACKOFF_S
         self._back_off(place, now)
         self._reap(place, worker)
         extra = {"worker": worker.index, "pid": worker.process.pid, "code": worker.process.returncode}

@@ -13,13 +13,12 @@ import numpy as np
 from cluster.least_squares import nonnegative
 from node_agent.coldstart.profile import LinkCost
 
-LEAST, MOST = 0.25, 16.0
-"""Minimum and maximum of a correction factor."""
+MIN_CORRECTION, MAX_CORRECTION = 0.25, 16.0
 RATE = 0.3
 """Weight of one observation, 0 to 1, in the moving average of the logarithms of observed / forecast."""
 LOADS_KEPT = 16
 REFIT_S = 1.0
-MIN_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
+MIN_LOAD_S, MAX_LOAD_S = 1e-3, 1e3
 """Minimum and maximum duration of the loads that are used, in seconds."""
 PROFILE_SIZES = (1 << 20, 1 << 27)
 """Sizes, in bytes, of two assumed loads at the profile's cost of the link. Together they weigh as much as two new
@@ -34,8 +33,10 @@ FADE_S = 10.0
 
 
 class Correction:
-    """Correction factor of a forecast: a moving geometric mean of observed / forecast, between LEAST and MOST, that
-    decays to 1."""
+    """Correction factor of a forecast: a moving geometric mean of observed / forecast that decays to 1.
+
+    It stays between MIN_CORRECTION and MAX_CORRECTION.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, fade_s: float = FADE_S, rate: float = RATE) -> None:
         """`fade_s`: half-life in seconds; `rate`: weight of one observation, in logarithms."""
@@ -52,7 +53,7 @@ class Correction:
         if not (forecast > 0 and observed >= 0):
             return
         old = self.value
-        ratio = min(MOST, max(LEAST, observed / forecast))
+        ratio = min(MAX_CORRECTION, max(MIN_CORRECTION, observed / forecast))
         if at_most:
             ratio = min(ratio, old)
         self._value, self._at = old * (ratio / old) ** self._rate, self._clock()
@@ -86,7 +87,7 @@ class LearntLink:
     def learn(self, size: int, seconds: float) -> None:
         """Records that `size` bytes crossed in `seconds` during which the link was never idle. Ignores very short
         times, which measure thread wake-ups rather than the link."""
-        if size > 0 and MIN_LOAD_S < seconds < LONGEST_LOAD_S:
+        if size > 0 and MIN_LOAD_S < seconds < MAX_LOAD_S:
             self._loads.append((self._clock(), size, seconds))
             self._fit()
 
@@ -104,8 +105,8 @@ class LearntLink:
         columns = np.column_stack((scale, sizes * scale))
         latency, per_byte = nonnegative(columns, np.sqrt(weights))
         bandwidth = self.profile.bandwidth
-        per_byte = min(max(float(per_byte), LEAST / bandwidth), MOST / bandwidth)
-        self._cost = LinkCost(min(float(latency), LONGEST_LOAD_S), 1 / per_byte)
+        per_byte = min(max(float(per_byte), MIN_CORRECTION / bandwidth), MAX_CORRECTION / bandwidth)
+        self._cost = LinkCost(min(float(latency), MAX_LOAD_S), 1 / per_byte)
 
 
 @dataclass(frozen=True)

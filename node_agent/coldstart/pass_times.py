@@ -14,7 +14,7 @@ from node_agent.adapter_memory.layout import AdapterLayout
 
 ROUNDS = 3
 """Measured passes of each plan that a kind of call needs before it may use CPU workers."""
-SHORTEST_S, LONGEST_S = 1e-6, 1e3
+MIN_PASS_S, MAX_PASS_S = 1e-6, 1e3
 """Least and greatest duration and forecast of a pass, in seconds. Samples outside are ignored."""
 MAX_SAMPLES = 24
 """Maximum stored passes for each plan and kind of call; the oldest is dropped first."""
@@ -102,14 +102,14 @@ class PassTimes:
         return (*alone, *(sample for each in self._bursts.values() for sample in each))
 
     def add(self, sample: PassSample) -> None:
-        """Adds a pass. Ignores it if its duration or forecast is outside SHORTEST_S to LONGEST_S."""
-        if not SHORTEST_S < sample.seconds < LONGEST_S:
+        """Adds a pass. Ignores it if its duration or forecast is outside MIN_PASS_S to MAX_PASS_S."""
+        if not MIN_PASS_S < sample.seconds < MAX_PASS_S:
             return
         if sample.calls > 1:
             before = self._bursts.get((sample.kind, sample.plan), [])
             self._bursts[sample.kind, sample.plan] = [*before, sample][-MAX_SAMPLES:]
             return
-        if not SHORTEST_S < sample.forecast < LONGEST_S:
+        if not MIN_PASS_S < sample.forecast < MAX_PASS_S:
             return
         plans = self._samples.pop(sample.kind, {})
         plans[sample.plan] = [*plans.get(sample.plan, ()), sample][-MAX_SAMPLES:]

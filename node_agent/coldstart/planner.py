@@ -21,7 +21,7 @@ import numpy as np
 
 NOT_WORTH = 0.01
 """Minimum gain for which a more complex plan is chosen, as a share of a warm prefill's duration."""
-JOINS_AT_MOST = 0.25
+MAX_JOIN_SHARE = 0.25
 """Maximum extra duration of a decode step due to all joined rows together, as a share of the step without them. A
 joined row is one whose adapter is still loading."""
 PLANS = ("wait", "pipeline", "assist")
@@ -266,13 +266,13 @@ def longest_step(device: float, rows: int, other_requests: int) -> float:
 
     A row that does not join loses a step; a row that joins delays each other request.
     """
-    return device * min(JOINS_AT_MOST, rows / (rows + other_requests)) if other_requests else np.inf
+    return device * min(MAX_JOIN_SHARE, rows / (rows + other_requests)) if other_requests else np.inf
 
 
 def joins(step: StepCosts) -> bool:
     """Returns whether the rows join the step. All requests together must gain time, and the step may grow by at most
-    JOINS_AT_MOST. Without other requests, joining must be faster than waiting for the rest of the load."""
+    MAX_JOIN_SHARE. Without other requests, joining must be faster than waiting for the rest of the load."""
     if not step.other_requests:
         return step.longer + step.results <= step.load_left
     max_longer = longest_step(step.device, step.rows, step.other_requests)
-    return step.longer <= max_longer and step.before + step.longer <= JOINS_AT_MOST * step.device
+    return step.longer <= max_longer and step.before + step.longer <= MAX_JOIN_SHARE * step.device

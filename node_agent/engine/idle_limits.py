@@ -13,7 +13,7 @@ from cluster.residency import WantedResidency
 from node_agent.engine.adapter_tiers import AdapterTiers, DeviceEntry, HostEntry
 
 LOOK_INTERVAL_S = 0.5
-LONGEST_ORDER_S = 600.0
+MAX_ORDER_S = 600.0
 """Maximum seconds for which the gateway's message with limits is valid."""
 
 
@@ -34,7 +34,7 @@ class IdleLimits:
     def set(self, residency: WantedResidency) -> None:
         """Replaces all limits."""
         self._ttls_s = residency.idle_ttls
-        self._until = self._clock() + min(residency.seconds, LONGEST_ORDER_S)
+        self._until = self._clock() + min(residency.seconds, MAX_ORDER_S)
         self._used = {digest: at for digest, at in self._used.items() if digest in self._ttls_s}
 
     def clear(self) -> None:

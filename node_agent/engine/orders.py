@@ -15,7 +15,7 @@ from node_agent.leases import InUse, LoadFailed, TooLarge
 
 MAX_PREFETCHES = 16
 MAX_TENANT_PREFETCHES = 8
-LONGEST_PREFETCH = 600.0
+MAX_PREFETCH_S = 600.0
 """Seconds after which an operator's prefetch is ended with the error `timeout`."""
 
 log = logging.getLogger("garnish.engine")
@@ -64,7 +64,7 @@ class Orders:
             self._answers.append(Answer(order.id, error_type="overloaded", error=busy))
         else:
             load = PrefetchLoad(self._tiers, order.adapter, Priority.ORDER, tenant=order.tenant)
-            self._underway.append(_Underway(order, time.monotonic() + LONGEST_PREFETCH, load))
+            self._underway.append(_Underway(order, time.monotonic() + MAX_PREFETCH_S, load))
 
     def _busy(self, tenant: str) -> str | None:
         """Returns why no further prefetch may start now; None if one may."""
@@ -78,7 +78,7 @@ class Orders:
         """Advances one prefetch. Returns whether it has ended."""
         if time.monotonic() >= each.deadline:
             each.load.end()
-            return self._end(each, "timeout", f"the prefetch took longer than {LONGEST_PREFETCH:g} s")
+            return self._end(each, "timeout", f"the prefetch took longer than {MAX_PREFETCH_S:g} s")
         outcome = each.load.advance(may_place)
         if outcome is None:
             return False

@@ -25,7 +25,7 @@ from node_agent.engine.prefetch_load import PrefetchLoad
 from node_agent.engine.prefetch_record import MAX_AT_ONCE, Bounds, PrefetchRecord
 from node_agent.leases import LoadFailed, TooLarge
 
-LONGEST_WANT_S = 600.0
+MAX_HINT_S = 600.0
 """Maximum seconds for which the gateway's hints are valid."""
 LOOK_INTERVAL_S = 0.1
 """Seconds between two checks for prefetches to start, and for the outcomes of earlier ones."""
@@ -93,7 +93,7 @@ class Prefetcher:
 
     def want(self, residency: WantedResidency) -> None:
         """Replaces the hints and the idle limits."""
-        self._until = time.monotonic() + min(residency.seconds, LONGEST_WANT_S)
+        self._until = time.monotonic() + min(residency.seconds, MAX_HINT_S)
         wants: dict[str, WantedAdapter] = {}
         for want in residency.adapters:
             if self._enabled:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 MARGIN = 3.0
 """Factor by which the announced seconds exceed the recent duration of a computation, in case the host is busier now."""
-LONGEST_S = 50.0
+MAX_PULSE_S = 50.0
 """Maximum seconds announced; less than the silence after which the engine is killed."""
 FIRST_S = 20.0
 """Seconds announced on a GPU before a computation of a new size, since kernels may be compiled."""
@@ -36,7 +36,7 @@ class Pulse:
         """Announces a computation of `tokens` tokens in `layers` layers, and measures its duration."""
         by_size, size = self._seconds.setdefault(what, {}), tokens.bit_length()
         expected = layers * _per_layer(by_size, size)
-        self.report(min(LONGEST_S, max(MARGIN * expected, 0.0 if size in by_size else self._first)))
+        self.report(min(MAX_PULSE_S, max(MARGIN * expected, 0.0 if size in by_size else self._first)))
         started_at = time.perf_counter()
         yield
         seconds = (time.perf_counter() - started_at) / max(1, layers)

@@ -11,7 +11,7 @@ import msgspec
 from node_agent.gpu.nvml import GpuFailed, Nvml, NvmlProblem, load_nvml
 from node_agent.gpu.reading import read_errors, read_identity
 
-LONGEST_LIST_S = 30.0
+MAX_LIST_S = 30.0
 """Maximum seconds for listing the GPUs. The first call may load the driver, which takes seconds per GPU."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -34,7 +34,7 @@ class NoGpu(Exception):
     """A node can't have the requested GPUs, for the reason in the message."""
 
 
-def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
+def list_gpus(seconds: float = MAX_LIST_S) -> list[Gpu]:
     """Returns the host's GPUs; an empty list without NVML. Raises NvmlProblem if NVML can't be used, or if it takes
     longer than `seconds`. A thread that then still waits for NVML is abandoned."""
     listed: list[list[Gpu] | NvmlProblem] = []

@@ -15,7 +15,7 @@ from node_agent.gpu.nvml import GpuFailed, Nvml, NvmlProblem, load_nvml
 from node_agent.gpu.reading import read_errors, read_identity, read_load, with_xid
 
 SAMPLE_INTERVAL_S = 2.0
-LONGEST_CALL_S = 20.0
+MAX_CALL_S = 20.0
 """Seconds after which a sample counts as hung; waking up a GPU takes seconds."""
 CLOSE_LIMIT_S = 3.0
 RETRY_S = 30.0
@@ -52,7 +52,7 @@ class Sampler:
         """Returns the last sample; None before the first, and on a host without NVML. While a call hangs, the sample's
         facts name the call as their problem."""
         since, latest = self._since, self._latest
-        if since is None or self._clock() - since < LONGEST_CALL_S:
+        if since is None or self._clock() - since < MAX_CALL_S:
             return latest
         facts = latest.facts if latest is not None else GpuFacts(uuid=self._uuid)
         call = self._nvml.calling if self._nvml is not None else ""

@@ -35,7 +35,7 @@ FEW_ROWS = 8
 not."""
 BUSY_SIZES = (64, 128, 256, 512, 1024)
 """Tokens of the buckets that have the maximum number of rows, for passes with prompts and many decode rows."""
-LONGEST_DECODED = 4096
+MAX_DECODED_TOKENS = 4096
 """Maximum context, in tokens, of a decode row in a prompt bucket, where one kernel program reads all of it."""
 
 
@@ -78,7 +78,7 @@ class PromptBucket:
         """Returns True if the bucket is free, and not so large for the batch that padding costs much."""
         decoded = max(batch.context_lens[: batch.n_decode], default=0)
         fits = batch.n_tokens <= self.tokens <= max(LIGHT_TOKENS, 2 * batch.n_tokens) and batch.n_rows <= self.rows
-        return fits and not self.in_use and decoded <= LONGEST_DECODED
+        return fits and not self.in_use and decoded <= MAX_DECODED_TOKENS
 
     @torch.inference_mode()
     def capture(self, open_add: OpenAdd) -> None:

@@ -12,7 +12,7 @@ from node_agent.vllm.worker_extension import WorkerAdapters
 
 CHECK_S = 5.0
 """Seconds between two checks."""
-LONGEST_GAP_S = 1.0
+MAX_GAP_S = 1.0
 """Maximum seconds between two polls that count as silence: while this process itself was stopped, vLLM was not
 silent."""
 
@@ -33,7 +33,7 @@ class Watch:
     def poll(self) -> str:
         """Asks when it is time. Returns why vLLM must be taken for dead; empty if it need not."""
         now = time.monotonic()
-        gap, self._polled = min(now - self._polled, LONGEST_GAP_S), now
+        gap, self._polled = min(now - self._polled, MAX_GAP_S), now
         sign = self._driver.last_sign
         if not self._awaiting or sign != self._sign:
             self._sign, self._silent = sign, 0.0

@@ -46,7 +46,7 @@ for writes in range(int(most) + 1):
     finally:
         os._exit(0)
 """
-MOST_WRITES = 4
+MAX_WRITES = 4
 """Of a deploy, before its record's."""
 
 
@@ -56,15 +56,15 @@ def full(
 ) -> list[tuple[LocalStore, str]]:
     """Stores on disks that were full after no write of a deploy, after one, and so on; and what the deploy told."""
     folder = tmp_path_factory.mktemp("full")
-    command = [sys.executable, "-c", DEPLOY, str(folder), str(base_dir), str(good[1].parent), str(MOST_WRITES)]
+    command = [sys.executable, "-c", DEPLOY, str(folder), str(base_dir), str(good[1].parent), str(MAX_WRITES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert str(folder) not in done.stdout
     lines = done.stdout.splitlines()
-    assert len(lines) == MOST_WRITES + 1, done.stderr
+    assert len(lines) == MAX_WRITES + 1, done.stderr
     return [(LocalStore(folder / str(writes)), line) for writes, line in enumerate(lines)]
 
 
-@pytest.mark.parametrize("writes", range(MOST_WRITES + 1))
+@pytest.mark.parametrize("writes", range(MAX_WRITES + 1))
 def test_a_deploy_onto_a_disk_that_fills_up(
     full: list[tuple[LocalStore, str]], base: BaseModel, good: tuple[bytes, Path], writes: int
 ) -> None:

@@ -68,7 +68,7 @@ for writes in range(int(most) + 1):
     finally:
         os._exit(1)
 """
-MOST_WRITES = 4
+MAX_WRITES = 4
 """Of a deploy, before its record's."""
 
 
@@ -94,13 +94,13 @@ def test_deploys_of_one_name_from_several_processes_all_succeed(
 def killed(tmp_path_factory: pytest.TempPathFactory, good: tuple[bytes, Path], base_dir: Path) -> list[LocalStore]:
     """Stores as a deploy left them that was killed after no write, after one, and so on."""
     folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-c", KILLED, str(folder), str(base_dir), str(good[1].parent), str(MOST_WRITES)]
+    command = [sys.executable, "-c", KILLED, str(folder), str(base_dir), str(good[1].parent), str(MAX_WRITES)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    assert [int(line) for line in done.stdout.split()] == [-signal.SIGKILL] * (MOST_WRITES + 1)
-    return [LocalStore(folder / str(writes)) for writes in range(MOST_WRITES + 1)]
+    assert [int(line) for line in done.stdout.split()] == [-signal.SIGKILL] * (MAX_WRITES + 1)
+    return [LocalStore(folder / str(writes)) for writes in range(MAX_WRITES + 1)]
 
 
-@pytest.mark.parametrize("writes", range(MOST_WRITES + 1))
+@pytest.mark.parametrize("writes", range(MAX_WRITES + 1))
 def test_a_deploy_killed_at_any_write_leaves_nothing_visible(
     killed: list[LocalStore], base: BaseModel, good: tuple[bytes, Path], writes: int
 ) -> None:

@@ -45,7 +45,7 @@ def clients(s3_endpoint: str, new_s3_store: Callable[[], S3Store]) -> Iterator[C
     """The second attempt of a call is made at once."""
     place = S3Place("garnish-tests")
     with Proxy(s3_endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s3_calls, "FIRST_PAUSE", 0.001)
+        patch.setattr(s3_calls, "FIRST_PAUSE_S", 0.001)
         patch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         yield Clients(proxy, S3Store(place, LIMITS), S3Store(place, HURRIED), new_s3_store())
 

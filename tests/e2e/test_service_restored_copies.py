@@ -7,14 +7,14 @@ import signal
 import time
 
 import httpx
-from whole_service import FIRST_POLL_S, LONGEST_POLL_S, Service, eventually
+from whole_service import FIRST_POLL_S, MAX_POLL_S, Service, eventually
 
 FUNCTION = "copied"
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
 PROMISED_SECONDS = 5.0
 SLACK_SECONDS = 5.0
 """For a host that other tests share. `benchmarks/faults/restored.py` has the figure of one at rest."""
-LONGEST_LOOK = LONGEST_POLL_S
+LONGEST_LOOK = MAX_POLL_S
 """A look that took longer counts as this: the host stood still."""
 
 

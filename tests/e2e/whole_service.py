@@ -24,7 +24,7 @@ from tests.support.processes import processes, tree
 
 START_SECONDS = 200
 STOP_SECONDS = 60
-FIRST_POLL_S, LONGEST_POLL_S = 0.02, 0.2
+FIRST_POLL_S, MAX_POLL_S = 0.02, 0.2
 """Between two looks, longer each time: a look takes of the core on which a service starts."""
 
 
@@ -160,7 +160,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(LONGEST_POLL_S, pause * 1.2)
+        pause = min(MAX_POLL_S, pause * 1.2)
     return True
 
 

@@ -22,8 +22,8 @@ from tests.support.kernel_cases import draw_case
 from tests.support.kernel_recorder import recorded
 
 HEADS = Heads(4, 2, 32, 0.2)
-WIDTH, INNER, MOST_TOKENS, STEPS = 128, 192, 300, 25
-CASE = draw_case([8, 3, 40], [(0, MOST_TOKENS)], WIDTH, (128, 64, 64), torch.bfloat16)
+WIDTH, INNER, MAX_TOKENS, STEPS = 128, 192, 300, 25
+CASE = draw_case([8, 3, 40], [(0, MAX_TOKENS)], WIDTH, (128, 64, 64), torch.bfloat16)
 
 
 def upload(rng: random.Random, values: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ def main() -> None:
     known = keys_of(lora_calls(rng, 1, 1)) | keys_of(layer_calls(rng, 1, 1))
     new: set[tuple[str, str]] = set()
     for _ in range(STEPS):
-        tokens, rows = rng.randint(1, MOST_TOKENS), rng.randint(1, 70)
+        tokens, rows = rng.randint(1, MAX_TOKENS), rng.randint(1, 70)
         new |= keys_of(lora_calls(rng, tokens, rng.randint(1, 90))) | keys_of(layer_calls(rng, tokens, rows))
     odd = torch.zeros(2, WIDTH + 1, dtype=torch.bfloat16)[:, :WIDTH]
     other = keys_of(

@@ -18,7 +18,7 @@ from node_agent.engine.setup import find_runner
 from node_agent.runner import cuda_prompts, cuda_runner
 from node_agent.runner.cuda_decode import DecodeShape
 from node_agent.runner.cuda_pass import LayeredPass, PromptPass
-from node_agent.runner.cuda_prompts import LONGEST_DECODED, PromptBucket, prompt_shapes
+from node_agent.runner.cuda_prompts import MAX_DECODED_TOKENS, PromptBucket, prompt_shapes
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.types import PassLora, Plan, StepBatch
 from tests.node_agent.coldstart.held_link import HeldLink
@@ -133,7 +133,7 @@ def test_what_fits_in_no_bucket(pair: tuple[CudaRunner, torch.nn.Module], monkey
         assert type(run) is kind
         run.abort()
     long = batch([1, 5], 1, 20)
-    object.__setattr__(long, "context_lens", [LONGEST_DECODED + 1, 5])
+    object.__setattr__(long, "context_lens", [MAX_DECODED_TOKENS + 1, 5])
     assert not any(bucket.fits(long) for bucket in runner.prompts)
     first, second, third = (runner.start(batch([9]), None) for _ in range(3))
     assert [type(run) for run in (first, second, third)] == [PromptPass, PromptPass, LayeredPass]

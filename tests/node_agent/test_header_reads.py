@@ -97,7 +97,7 @@ def test_bytes_behind_a_header_that_do_not_come_are_asked_for_again(
 ) -> None:
     adapter = max(world.adapters, key=lambda adapter: adapter.bytes)
     monkeypatch.setattr(artifact, "FIRST_READ", len(encode_header(read_header(world.objects, adapter.artifact))))
-    monkeypatch.setattr(ranges, "LONGEST_SILENCE_S", 0.05)
+    monkeypatch.setattr(ranges, "MAX_SILENCE_S", 0.05)
     monkeypatch.setattr(fetch, "BACK_OFF", 0.001)
     reads = 0
     real = hanging.get_range_into

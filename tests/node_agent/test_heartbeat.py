@@ -15,9 +15,9 @@ import pytest
 
 from cluster.messages import Done, Failed, Started, Token
 from node_agent.api import app, requests
-from node_agent.engine.pulse import FIRST_S, LONGEST_S, Pulse
+from node_agent.engine.pulse import FIRST_S, MAX_PULSE_S, Pulse
 from node_agent.heartbeat import Heartbeat, Watch, heartbeat_memory
-from node_agent.supervisor import LONGEST_SILENCE_S, LOOK_S, Child
+from node_agent.supervisor import LOOK_S, MAX_SILENCE_S, Child
 from tests.node_agent.scripted_engine import admitted, finished, tokens
 from tests.node_agent.served_node import request_of, run_scenario, served_node
 from tests.node_agent.test_supervisor import config_of, end_of
@@ -121,7 +121,7 @@ def test_a_long_pass_is_announced(tmp_path: Path, stories_dir: Path, soon: None)
     async def scenario() -> None:
         async with served_node(tmp_path, stories_dir) as node:
             heart = Heartbeat(node.heartbeat)
-            heart.beat(LONGEST_S)
+            heart.beat(MAX_PULSE_S)
             engine = await node.engine()
             async with node.generate(request_of("long")) as stream:
                 await engine.hear_submit()
@@ -159,7 +159,7 @@ def test_the_supervisor_kills_an_engine_that_stands_still(
         time.sleep(0.01)
     pid, silent = child.pid, 0.0
     child.tend(now)
-    while silent < LONGEST_SILENCE_S - LOOK_S:
+    while silent < MAX_SILENCE_S - LOOK_S:
         now, silent = now + LOOK_S, silent + LOOK_S
         assert child.tend(now) == LOOK_S
         assert child.pid == pid and not ends
@@ -189,7 +189,7 @@ def test_how_long_a_stretch_takes_is_learnt_by_its_size() -> None:
     with pulse.computing("end", 100):
         assert told[-1] == 0.0, "another kind of work"
     with pulse.computing("layers", 1 << 20, 32):
-        assert told[-1] == LONGEST_S
+        assert told[-1] == MAX_PULSE_S
 
 
 def test_kernels_may_be_compiled_at_first() -> None:

@@ -213,7 +213,7 @@ def test_prefetches_are_bounded_in_number_and_time(
     engine = make_engine()
     first, second = (engine.deploy(path) for path in by_size[:2])
     turnstile = turnstile_of(engine)
-    monkeypatch.setattr(orders, "LONGEST_PREFETCH", 0.5)
+    monkeypatch.setattr(orders, "MAX_PREFETCH_S", 0.5)
     engine.engine.orders.take(Prefetch("p", first))
     assert engine.ask(Prefetch("q", second)).error_type == "overloaded"
     while "p" not in engine.answers:
@@ -221,7 +221,7 @@ def test_prefetches_are_bounded_in_number_and_time(
     assert engine.answers.pop("p").error_type == "timeout"
     engine.assert_clean()
     turnstile.open_all()
-    monkeypatch.setattr(orders, "LONGEST_PREFETCH", 60)
+    monkeypatch.setattr(orders, "MAX_PREFETCH_S", 60)
     assert engine.ask(Prefetch("p", second)).tier == "device"
 
 

@@ -245,7 +245,7 @@ class Idle:
 
 @pytest.fixture
 def idle(world: World, make_store: Any, monkeypatch: pytest.MonkeyPatch) -> Idle:
-    monkeypatch.setattr(idle_limits, "LONGEST_ORDER_S", 1e9)
+    monkeypatch.setattr(idle_limits, "MAX_ORDER_S", 1e9)
     store = make_store()
     bring(store, *full_adapters(world)[:2])
     return Idle(store, monkeypatch)

@@ -22,7 +22,7 @@ from cluster.messages import Done, Failed, Started, Token
 from cluster.news import NodeRecord
 from cluster.secret import authorization, create_secret
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
-from node_agent.supervisor import FIRST_BACKOFF, LONGEST_BACKOFF, STEADY, Child, Signals, stop
+from node_agent.supervisor import FIRST_BACKOFF_S, MAX_BACKOFF_S, STEADY, Child, Signals, stop
 from tests.node_agent.served_node import Gateway, Stream, gateway_server, node_config, request_of, run_scenario
 
 ROOT = Path(__file__).parents[2]
@@ -229,16 +229,16 @@ def end_of(child: Child) -> None:
 
 def test_restarts_back_off_and_a_steady_process_starts_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Times are given, not measured; the module (the Zen of Python) ends at once."""
-    child, now, expected = Child("zen", "this", config_of(tmp_path)), 100.0, FIRST_BACKOFF
+    child, now, expected = Child("zen", "this", config_of(tmp_path)), 100.0, FIRST_BACKOFF_S
     for _ in range(8):
         assert child.tend(now) == STEADY, "it is started"
         end_of(child)
         assert child.tend(now) == pytest.approx(expected)
         assert child.pid is None, "reaped, and not started before its time"
-        now, expected = now + expected, min(2 * expected, LONGEST_BACKOFF)
+        now, expected = now + expected, min(2 * expected, MAX_BACKOFF_S)
     child.tend(now)
     end_of(child)
-    assert child.tend(now + STEADY) == pytest.approx(FIRST_BACKOFF), "it had lived long enough to count as healthy"
+    assert child.tend(now + STEADY) == pytest.approx(FIRST_BACKOFF_S), "it had lived long enough to count as healthy"
 
 
 def test_a_killed_child_is_reaped(tmp_path: Path) -> None:

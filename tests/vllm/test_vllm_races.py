@@ -18,7 +18,7 @@ from tests.vllm.vllm_process import VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 SECONDS = 120.0 if MANY else 20.0
-THREADS, MOST_TOKENS = 7, 12
+THREADS, MAX_TOKENS = 7, 12
 PROMPT = [5, 17, 301, 44, 9]
 
 
@@ -52,7 +52,7 @@ class Caller(threading.Thread):
     def _call(self) -> None:
         rng, vllm = self._rng, self._vllm
         adapter, expected = rng.choice(self._choices)
-        request = vllm.submit(PROMPT, rng.randint(1, MOST_TOKENS), adapter)
+        request = vllm.submit(PROMPT, rng.randint(1, MAX_TOKENS), adapter)
         how = rng.choice(["none", "none", "at once", "admitted", "first token"])
         outcome = vllm.outcomes[request]
         if how == "admitted":
@@ -71,8 +71,8 @@ class Caller(threading.Thread):
 def test_races_for_slots_leave_nothing(
     vllm: VllmProcess, deployed: list[tuple[Path, Adapter]], peft: PeftReference
 ) -> None:
-    choices: list[tuple[Adapter | None, Greedy]] = [(None, peft.greedy(None, PROMPT, MOST_TOKENS))]
-    choices += [(adapter, peft.greedy(directory, PROMPT, MOST_TOKENS)) for directory, adapter in deployed]
+    choices: list[tuple[Adapter | None, Greedy]] = [(None, peft.greedy(None, PROMPT, MAX_TOKENS))]
+    choices += [(adapter, peft.greedy(directory, PROMPT, MAX_TOKENS)) for directory, adapter in deployed]
     callers = [Caller(vllm, choices, seed) for seed in range(THREADS)]
     for caller in callers:
         caller.start()

@@ -246,7 +246,7 @@ def test_a_worker_whose_word_is_too_old_claims_nothing(world: World) -> None:
 
 
 def test_a_store_that_is_slow_to_list_reaches_all_tenants(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_store, "LONGEST_POLL_S", 0.0)  # each poll reaches one tenant
+    monkeypatch.setattr(event_store, "MAX_POLL_S", 0.0)  # each poll reaches one tenant
     monkeypatch.setattr(worker, "IDLE_S", 0.1)
 
     async def work() -> None:

@@ -22,7 +22,7 @@ from gateway.usage import residents
 from gateway.usage.cells import Cell
 from gateway.usage.counts import UsageCounts, cost_of
 from gateway.usage.objects import MergedRecord, decode_merged, encode_merged
-from gateway.usage.residents import GB, LONGEST_GAP, Owners, ResidentMeter
+from gateway.usage.residents import GB, MAX_GAP_S, Owners, ResidentMeter
 
 DIGESTS = [f"{number:064x}" for number in range(9)]
 FIELDS = UsageCounts.__struct_fields__
@@ -111,7 +111,7 @@ def test_who_did_not_lead_meanwhile_counts_nothing_for_it() -> None:
     world.owners.record("t", "f", DIGESTS[0])
     world.held["n0"] = [Resident(DIGESTS[0], "device", int(GB), 0)]
     world.look()
-    world.look(LONGEST_GAP + 1)
+    world.look(MAX_GAP_S + 1)
     assert not world.counted
     world.look(5)
     assert world.counted["t", "f", "1"].device_gb_seconds == pytest.approx(5)

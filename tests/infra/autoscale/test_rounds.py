@@ -11,7 +11,7 @@ import pytest
 from infra.autoscale.aws import AwsDriver
 from infra.autoscale.driver import Deferred, PoolSize, check_bounds
 from infra.autoscale.rounds import (
-    FIRST_PAUSE,
+    FIRST_PAUSE_S,
     GAP_SECONDS,
     IDLE,
     START_SECONDS,
@@ -153,8 +153,8 @@ def test_a_driver_that_fails_is_left_alone_for_a_while() -> None:
     world.groups[0].failures = [InfraError("the permission is missing")]
     assert world.round() == [("held", 1, 2)]
     assert "the permission is missing" in world.decided[0].reason
-    assert world.round(FIRST_PAUSE / 2) == [("waits", 1, 2)]
-    assert world.round(FIRST_PAUSE / 2) == [("set", 1, 2)]
+    assert world.round(FIRST_PAUSE_S / 2) == [("waits", 1, 2)]
+    assert world.round(FIRST_PAUSE_S / 2) == [("set", 1, 2)]
     assert world.groups[0].asked == [2, 2]
 
 

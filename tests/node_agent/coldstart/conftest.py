@@ -18,7 +18,7 @@ from tests.support.local_engine import LocalEngine
 def soon_again() -> Iterator[None]:
     """Workers that tests of a file kill, one after the other, are started again without longer and longer pauses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper, "LONGEST_BACKOFF", keeper.FIRST_BACKOFF)
+        patch.setattr(keeper, "MAX_BACKOFF_S", keeper.FIRST_BACKOFF_S)
         yield
 
 

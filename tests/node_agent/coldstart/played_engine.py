@@ -13,7 +13,7 @@ import numpy as np
 from node_agent.coldstart.planner import ChunkCosts, DecodeCosts, StepCosts
 
 LAYERS = 30
-MOST_COLD, MOST_JOINED = 4, 4
+MAX_COLD, MAX_JOINED = 4, 4
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PlayedEngine:
         """Advances prompts whose adapter is on its way, as far as each can go."""
         worked = False
         for call in self.running:
-            if not (call.times or call.planned or call.loaded) and len(self._open) < MOST_COLD:
+            if not (call.times or call.planned or call.loaded) and len(self._open) < MAX_COLD:
                 self._plan(call)
         for call in self._open:
             while call.layer < LAYERS and self._can(call):
@@ -169,7 +169,7 @@ class PlayedEngine:
             longer = sum(self._step_extra([*joined, call], layer) for layer in range(LAYERS)) - before
             left = len(call.order) * self.host.load * sum(not other.loaded for other in self.running)
             device = LAYERS * self.host.device_s(others + 1)
-            if len(joined) < MOST_JOINED and self.way.join(StepCosts(device, longer, before, left, 1, others)):
+            if len(joined) < MAX_JOINED and self.way.join(StepCosts(device, longer, before, left, 1, others)):
                 joined.append(call)
                 before, others = before + longer, others + 1
         rows += joined

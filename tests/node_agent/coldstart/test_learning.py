@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node_agent.coldstart.learning import FADE_S, LEAST, MOST, Correction, LearntLink
+from node_agent.coldstart.learning import FADE_S, MAX_CORRECTION, MIN_CORRECTION, Correction, LearntLink
 from node_agent.coldstart.profile import LinkCost
 
 RATIOS = st.floats(1e-6, 1e6)
@@ -29,7 +29,7 @@ def test_it_never_leaves_its_bounds(seen: list[tuple[float, float, bool, float]]
     for forecast, observed, at_most, later in seen:
         correction.learn(forecast, observed, at_most)
         clock.now += later
-        assert LEAST * (1 - 1e-9) <= correction.value <= MOST * (1 + 1e-9)
+        assert MIN_CORRECTION * (1 - 1e-9) <= correction.value <= MAX_CORRECTION * (1 + 1e-9)
 
 
 @given(RATIOS, st.floats(1e-3, 1e3), st.lists(RATIOS, max_size=5))
@@ -39,7 +39,7 @@ def test_it_comes_to_what_is_always_observed(ratio: float, forecast: float, befo
         correction.learn(1.0, other)
     for _ in range(30):
         correction.learn(forecast, forecast * ratio)
-    assert correction.value == pytest.approx(min(MOST, max(LEAST, ratio)), rel=1e-3)
+    assert correction.value == pytest.approx(min(MAX_CORRECTION, max(MIN_CORRECTION, ratio)), rel=1e-3)
 
 
 @given(st.lists(RATIOS, max_size=5), RATIOS)
@@ -107,4 +107,6 @@ def test_the_learnt_link_stays_within_bounds_whatever_is_observed(loads: list[tu
     link = LearntLink(LinkCost(1e-5, 1e9), Clock())
     for size, seconds in loads:
         link.learn(size, seconds)
-    assert 1e9 / MOST * 0.999 <= link.cost.bandwidth <= 1e9 / LEAST * 1.001 and link.cost.latency >= 0
+    assert (
+        1e9 / MAX_CORRECTION * 0.999 <= link.cost.bandwidth <= 1e9 / MIN_CORRECTION * 1.001 and link.cost.latency >= 0
+    )

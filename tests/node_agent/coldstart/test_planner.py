@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from node_agent.coldstart.planner import (
-    JOINS_AT_MOST,
+    MAX_JOIN_SHARE,
     NOT_WORTH,
     ChunkCosts,
     DecodeCosts,
@@ -296,8 +296,8 @@ def test_rows_join_where_all_together_gain(
     """Against both courses played out: rows that sit a step out decode from the next one on."""
     step = StepCosts(device, longer * device, before * device, 1e9, rows, other_requests)
     gain = played(step, join=False, tokens=tokens) - played(step, join=True, tokens=tokens)
-    within = longer + before <= JOINS_AT_MOST
-    assume(abs(gain) > 1e-9 * device and abs(longer + before - JOINS_AT_MOST) > 1e-9)
+    within = longer + before <= MAX_JOIN_SHARE
+    assume(abs(gain) > 1e-9 * device and abs(longer + before - MAX_JOIN_SHARE) > 1e-9)
     assert joins(step) == (gain > 0 and within)
 
 

@@ -22,8 +22,8 @@ ONE_NUMBER = {
 BEGINNING = """
 #include <string.h>
 #include <unistd.h>
-#define MOST 64
-static struct { char name[80]; volatile int code; volatile unsigned long long value; volatile int hangs; } calls[MOST];
+#define CALLS 64
+static struct { char name[80]; volatile int code; volatile unsigned long long value; volatile int hangs; } calls[CALLS];
 static int count;
 static int at(const char *name) {
     for (int i = 0; i < count; i++) if (!strcmp(calls[i].name, name)) return i;

@@ -13,7 +13,7 @@ import pytest
 from cluster.gpu import GpuFacts, GpuLoad
 from node_agent.gpu import sampler as sampler_module
 from node_agent.gpu.reading import FATAL_XIDS
-from node_agent.gpu.sampler import LONGEST_CALL_S, Sample, Sampler
+from node_agent.gpu.sampler import MAX_CALL_S, Sample, Sampler
 from tests.node_agent.gpu.conftest import MakeNvml
 from tests.node_agent.gpu.fake_nvml import FUNCTIONS, FakeNvml
 
@@ -210,7 +210,7 @@ def test_a_call_that_hangs_is_said_and_stops_nobody(make_nvml: MakeNvml, start: 
     fake, now, first = values(make_nvml()), [0.0], name == "nvmlInitWithFlags"
 
     def clock() -> float:
-        now[0] += LONGEST_CALL_S / 4 if moves.is_set() else 0.0
+        now[0] += MAX_CALL_S / 4 if moves.is_set() else 0.0
         return now[0]
 
     moves = threading.Event()
