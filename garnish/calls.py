@@ -21,7 +21,6 @@ from gateway.batches.messages import Endpoint
 from gateway.residency.messages import WARM_SECONDS, Tier
 
 SOURCE = "s3://"
-"""Prefix of the URL of an adapter in an object store."""
 Prompt = str | list[int] | list[dict[str, str]]
 """A prompt as text, as token ids, or as messages such as {"role": "user", "content": "Hello"}."""
 AliasTarget = int | Mapping[int, float] | Mapping[str, float]

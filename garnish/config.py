@@ -29,7 +29,6 @@ from node_agent.config import RUNNERS
 log = logging.getLogger(__name__)
 
 OPEN_TENANT = "default"
-"""Name of the tenant if the file declares none."""
 
 Section = TypeVar("Section")
 

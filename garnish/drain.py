@@ -12,7 +12,6 @@ from gateway.routes.nodes import NodeItem, NodeList
 
 POLL_SECONDS = 0.2
 GONE = ("not_found", "node_failed")
-"""Types of errors that mean that a node has died, so that no request runs on it."""
 
 
 def known_nodes(client: Client) -> dict[str, NodeItem]:

@@ -38,7 +38,6 @@ class HubPlace(msgspec.Struct, frozen=True):
     repository: str
     folder: str | None = None
     revision: str | None = None
-    """branch, tag or commit; None means main"""
 
 
 class Fetched(msgspec.Struct, frozen=True):

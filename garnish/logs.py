@@ -33,10 +33,8 @@ class TraceLine(msgspec.Struct, frozen=True):
     """A call in the format that `garnish simulate` reads (garnish.simulation.traces.read)."""
 
     at: float
-    """seconds since the first call"""
     tenant: str
     function: str
-    """first characters of the adapter's digest; empty for the base model"""
     rank: int
     prompt_tokens: int
     output_tokens: int

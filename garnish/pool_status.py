@@ -16,7 +16,6 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     min: int
     desired: int
-    """number of nodes or instances, as stated in serverless.yml or set by the autoscaler"""
     max: int
     applied: int | None
     nodes: dict[str, str] = {}

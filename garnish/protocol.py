@@ -16,7 +16,6 @@ CONNECT = 5.0
 SHORT = 60.0
 """Timeout in seconds for requests without computation. For other requests it is added to the service's timeout."""
 CALL_SECONDS = 600.0
-"""The service's timeout in seconds for a deploy, and for a call that states no timeout."""
 Event = schema.TokenEvent | schema.DoneEvent
 Reply = TypeVar("Reply")
 

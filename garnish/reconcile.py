@@ -37,7 +37,6 @@ class FunctionStep(msgspec.Struct, frozen=True):
     alias: str
     action: Literal["create", "move", "set", "none"]
     version: int | None
-    """version that has the adapter already; None if there is none"""
     points_to: int | dict[str, float] | None
     adapter: str
     policy: dict[str, Any] = {}
@@ -83,7 +82,6 @@ class TenantStep(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     tenants: list[TenantStep]
-    """steps for tenants; empty if there is no administrator's key"""
     functions: list[FunctionStep]
 
     @property

@@ -129,7 +129,6 @@ class Column:
     min_width: int = 0
     """minimum width in characters to which the column may shrink; 0 means that the column does not shrink"""
     cut: bool = False
-    """True truncates long cells with `…` instead of wrapping them"""
     spare: int = 0
     """a column above 0 may be left out; the column with the largest value is left out first"""
 

@@ -45,9 +45,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of the base model. Tokenizer and config are read; weights are only fingerprinted."""
     base_id: str
     registry: str
-    """Directory (or URL) of the object store."""
     secret_file: str
-    """File with the cluster secret, which gateway and nodes share."""
     tmp_dir: str
     """Directory of uploads while they are checked. It is cleared when the gateway starts."""
     usage_dir: str = ""
@@ -68,13 +66,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that nodes may use in their URLs even if they report from another address."""
     auth: Literal["keys", "none"] = "keys"
     policy: str = "rank_aware"
-    """Placement policy: a key of gateway.scheduling.policy.POLICIES."""
     predictor: str = "mix"
-    """Forecaster of calls: one of gateway.residency.remote_trainer.CHOICES."""
     allowed_sources: tuple[str, ...] = ()
     """Prefixes (`s3://bucket/prefix`) of places from which tenants may deploy."""
     prices: Prices | None = None
-    """Prices of usage for `GET /usage`; None if no costs are shown."""
     webhook_hosts: tuple[str, ...] = ()
     """Allowed hosts of webhooks (`*.domain` means all subdomains) and networks, which may be private. Empty if no
     webhook is allowed."""
@@ -84,11 +79,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     body_seconds: float = 30.0
     """Maximum seconds until the complete body of a call has arrived."""
     deploy_seconds: float = 600.0
-    """Maximum seconds until the complete body of a deploy has arrived."""
     body_idle_seconds: float = 20.0
-    """Maximum seconds between two chunks of a body."""
     max_concurrent: int = 4096
-    """Maximum concurrent requests; further ones get status 429."""
     max_uploads: int = 16
     """Maximum concurrent deploys, each of which may use `deploy_body` bytes of disk; further ones get status 429."""
     max_tenant_uploads: int = 4
@@ -98,13 +90,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     deploy_wait: float = 60.0
 
     request_timeout: float = 600.0
-    """Timeout, in seconds, of a call that states no `timeout`."""
     max_timeout: float = MAX_TIMEOUT
     hold_seconds: float = 60.0
     """Seconds for which a call waits for a node if none runs and an autoscaler is active. 0 means that such a call is
     refused at once."""
     connect_seconds: float = 2.0
-    """Timeout, in seconds, of a connection to a node."""
     node_silence: float = 10.0
     """Seconds without a record after which a node is taken for dead. Its open requests fail, even if their connections
     are alive."""
@@ -114,7 +104,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the start of a stream until its headers are sent without waiting longer for the first token."""
     keepalive_seconds: float = 15.0
     store_seconds: float = 10.0
-    """Timeout of one read of the registry in seconds."""
     cache_seconds: float = 1.0
     grace_seconds: float = 60.0
     """Seconds for which cached records stay valid while the store is unavailable."""

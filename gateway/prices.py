@@ -14,7 +14,6 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prices by kind of usage; an omitted kind is free."""
 
     input_tokens_1m: Price = 0.0
-    """Price of a million prompt tokens."""
     output_tokens_1m: Price = 0.0
     device_second: Price = 0.0
     adapter_gb_hour: Price = 0.0

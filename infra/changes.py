@@ -37,7 +37,6 @@ _MODULE = re.compile(r"module\.pool_([A-Za-z0-9_-]+)")
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     action: str
     pool: str | None
-    """pool of the resource; None if the resource belongs to no pool"""
     resource: str
     address: str
     reason: str

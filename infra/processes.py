@@ -22,7 +22,6 @@ KILL_SECONDS = 10.0
 """Seconds to wait for a process to end after SIGKILL; only a process that hangs in the kernel takes longer."""
 PROC = Path("/proc")
 NODE_TAG = "GARNISH_POOL_NODE"
-"""Environment variable of the processes of a pool's node. Its value is `<service>/<pool>/<node>`."""
 STATE_TAG = "GARNISH_POOL_STATE"
 """Environment variable with the state directory. It distinguishes services with the same name on a host."""
 

@@ -13,7 +13,6 @@ from adapters.s3_url import S3Place
 from infra.errors import InfraError
 
 MAX_LOCAL_NODES = 64
-"""Maximum number of nodes on one host; more nodes would only wait for each other."""
 UP_POOL = "node"
 """Name that no pool may have, since the nodes of `garnish up` have the ids node-1, node-2, ..."""
 
@@ -52,13 +51,10 @@ class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     subnet_ids: Annotated[list[Text], Meta(min_length=1)]
     gateway_security_group_id: Text
     secret_parameter: Text
-    """Name of the SSM SecureString parameter that holds the cluster secret."""
     secret_kms_key_arn: Text | None = None
     package: Text
-    """s3:// address of the wheel that pip installs"""
     image_parameter: Text
     model_source: Text
-    """s3:// address of the base model, which is copied to the instance's disk before the node starts."""
     registry_bucket: Literal["existing", "managed"] = "existing"
     volume_gib: Annotated[int, Meta(ge=30, le=16_384)] = 100
     target_group_arns: list[Text] = []

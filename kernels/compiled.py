@@ -23,7 +23,6 @@ COLUMNS = 32
 """Granularity in output columns: a multiple is a border of vectors and cache lines for every dtype."""
 
 Operators = dict[torch.dtype, Any]
-"""Operators by the dtype of the weights."""
 
 
 def load_operators() -> Operators:

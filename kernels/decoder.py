@@ -17,7 +17,6 @@ PIECE = 64
 BLOCK = 32
 """Number of elements in the widest vector block. The scratch memory of a head is rounded up to a multiple of it."""
 MAX_HEAD = 512
-"""Maximum head_dim, as in decoder.cpp."""
 
 
 class _Layer(ctypes.Structure):

@@ -19,7 +19,6 @@ LOG2_E = math.log2(math.e)
 SILU_BLOCK = 1024
 HEADS_PER_PROGRAM = 4
 MIN_DOT = 16
-"""Minimum number of rows and columns of a tensor core product."""
 TILE_BYTES = 16 << 10
 """Maximum bytes of keys that attention loads for one tile of positions; the same limit applies to values.
 

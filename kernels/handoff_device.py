@@ -30,7 +30,6 @@ THREADS = 256
 MAX_BLOCKS = 64
 """Maximum number of blocks, enough to saturate the link to host memory; each takes a ticket."""
 VECTOR = 16
-"""Bytes that a thread copies per step."""
 Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_ulonglong | ctypes.c_int
 
 

@@ -33,7 +33,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tile sizes and splits of one operation. They never depend on ranks. Tile sizes are powers of two."""
 
     tokens: Tile
-    """number of tokens in one tile; tensor cores need at least 16"""
     ranks: Tile
     shrink_width: Tile
     """number of input columns that the shrink reads per step of its loop"""
@@ -42,7 +41,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     splits: Few
     """number of programs among which a segment's input columns are divided; their sums are added in a fixed order"""
     rank_programs: Few
-    """number of programs among which a segment's ranks are divided"""
     warps: Few = 4
     stages: Few = 3
 

@@ -11,7 +11,6 @@ ROW_ALIGN = 64
 """Unit of `row_offset`, in bytes."""
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_PROJECTIONS = 3
-"""Number of projections of the largest group: q, k and v."""
 
 
 class KernelArgumentError(ValueError):

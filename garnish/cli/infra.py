@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from infra.workspace import SavedPlan
 
 CHANGES = 2
-"""Exit code of `plan --detailed-exitcode` if there are changes."""
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 

@@ -16,7 +16,6 @@ Outcome = Literal["", "done", "rejected"]
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     at: float
-    """seconds since the start of the trace"""
     function: str
     """opaque name; empty for the base model"""
     rank: int
@@ -47,7 +46,6 @@ class Job:
     tpot_slo: float | None = None
     node: int = -1
     arrival_tier: int = 0
-    """tier of the job's adapter when the job reached the node"""
     admitted: float = 0.0
     first_token: float = 0.0
     end: float = 0.0
@@ -57,7 +55,6 @@ class Job:
     remaining: int = 0
     """prompt tokens not computed yet; after a move they include tokens generated on the previous node"""
     kv: int = 0
-    """reserved KV memory, in tokens"""
     finish_step: int = 0
     charged: int = 0
     entry: Entry | None = field(default=None, repr=False)

@@ -33,7 +33,6 @@ class Loads:
         self.device = SharedLink(profile.performance.to_device)
         self._share = profile.performance.exposed_share
         self._fetching: dict[str, int] = {}
-        """sizes in bytes of the adapters being fetched, by digest"""
         self._copying: dict[str, int] = {}
         self._fetched_enough: set[str] = set()
         """digests of the adapters being fetched of which enough has arrived to compute a prompt"""

@@ -20,7 +20,6 @@ class Entry:
     bytes: int
     leases: int = 0
     ready: bool = False
-    """True if enough bytes have arrived to compute a prompt without waiting for the rest"""
     is_complete: bool = False
 
 

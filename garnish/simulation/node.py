@@ -58,7 +58,6 @@ class SimulatedNode:
         """ids of requests that arrived since the node's last record"""
         self.next_time = inf
         self.busy = 0.0
-        """total seconds of computing"""
         self.steps = 0
         self.run: DecodeRun | None = None
         """current run of decode steps; None if the iteration has prompts"""

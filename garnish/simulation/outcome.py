@@ -15,7 +15,6 @@ from garnish.simulation.slo import Slo
 
 SHARES = (50, 90, 99)
 FOUND = {DEVICE: "none", HOST: "host", DISK: "disk", ABSENT: "absent"}
-"""Names of the tiers in which an adapter was at a request's arrival, as in `Started.cold_start`."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -51,7 +50,6 @@ class Summary(msgspec.Struct, frozen=True):
     most_utilisation: float
     output_tokens: int
     seconds: float
-    """simulated seconds from the first arrival to the last end"""
     moves: int
 
 

@@ -44,7 +44,6 @@ class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     host_memory: int | None = None
     """host memory for adapters in bytes; with None all adapters are in host memory from the start"""
     bytes_per_rank: int
-    """bytes of an adapter per rank, for adapters whose size the trace does not state"""
     overhead: float = 0.0
     """seconds before a request's first token that are spent in the gateway, the network and the node's processes"""
 

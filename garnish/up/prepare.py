@@ -58,7 +58,6 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int | None = None
     """number of nodes; None means one for each GPU, or one if there are no GPUs"""
     stop_seconds: float = UP_STOP_SECONDS
-    """seconds that open requests get to finish at the end"""
 
 
 class Deployment(msgspec.Struct, frozen=True):

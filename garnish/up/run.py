@@ -138,7 +138,6 @@ class Ends:
         self.reasons: dict[str, str] = {}
         self._screen = screen
         self._starts: dict[str, int] = {}
-        """size of the log in bytes when the current process started, by process name"""
 
     def record_end(self, name: str, log: Path, code: int) -> None:
         reason = last_problem(log, self._starts.get(name, 0))

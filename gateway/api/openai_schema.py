@@ -77,7 +77,6 @@ class Shared(schema.GenerationParams, frozen=True, kw_only=True):
 
 class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: schema.Text | Annotated[list[Part], Meta(min_length=1)]
-    """Prompt: a text or a list of token ids; a list of these means several prompts."""
     logprobs: schema.LogprobCount | None = None
     echo: bool | None = None
     """True if the text begins with the prompt's text. With `logprobs`, the tokens begin with the prompt's tokens."""

@@ -39,17 +39,13 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     """Number of most likely tokens to sample from; 0 and -1 mean all tokens."""
     timeout: Timeout | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Divisor of the logits of tokens that occur in the prompt or the output; 1 means no penalty."""
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
-    """Value added to the logit of each token id."""
     min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
     n: Count | None = None
-    """Number of choices per prompt."""
     prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool | None = None
-    """True or null if special tokens are omitted from the text."""
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     """Number of the prompt's last tokens to keep; -1 keeps as many as leave room for `max_tokens`."""
@@ -93,7 +89,6 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
     logprobs: LogprobCount | None = None
     echo: bool | None = None
-    """True if the text begins with the prompt."""
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     """Accepted without an effect, because every stream ends with its usage."""
@@ -138,7 +133,6 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[PromptLogprob | None] | None = None
     """Log probability of each prompt token; null for the first token. The field is absent unless it was requested."""
     stop_reason: int | str | None = None
-    """Stop string, or the id of `stop_token_ids`, that ended the text."""
 
 
 class FinishedOutput(msgspec.Struct, frozen=True, omit_defaults=True):

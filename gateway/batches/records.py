@@ -43,7 +43,6 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     status: Status = "validating"
     metadata: dict[str, str] | None = None
     key_id: str | None = None
-    """Id of the key that created the batch; None if no keys are required."""
     by_admin: bool = False
     at: dict[str, float] = msgspec.field(default_factory=dict)
     """Unix time at which the batch got each status it has had."""
@@ -56,13 +55,11 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     output: tuple[Part, ...] = ()
     errors: tuple[Part, ...] = ()
     output_id: str
-    """Id of the output file, also before it exists."""
     error_id: str
     ends_as: Status | None = None
     """Final status that the batch will get; None while further calls may start."""
 
     holder: str = ""
-    """Name of the worker that runs the batch; empty if none does."""
     claim: int = 0
     """Number of times the batch was claimed."""
     writes: int = 0

@@ -27,7 +27,6 @@ class Times:
     the first token's node."""
     started_at: float | None = None
     first_at: float | None = None
-    """Time at which the first token arrived."""
     last_at: float | None = None
     done_at: float | None = None
     hold_wait: float = 0.0

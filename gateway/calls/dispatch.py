@@ -348,7 +348,6 @@ class Dispatcher:
     accounting: Accounting
     called: CalledDigests
     record_call: Callable[[str, str, Adapter], None]
-    """Function that is called for each call of a version, with tenant, function and adapter."""
     generation: Callable[[Dispatcher, Invocation, int], Generation] = Generation
     """Factory of generations; a policy that migrates them has its own (gateway.calls.migration)."""
     running: ActiveCalls = field(default_factory=ActiveCalls)

@@ -29,7 +29,6 @@ class Placement(msgspec.Struct, frozen=True):
     at: float
     """Unix time of the decision."""
     took: float
-    """Seconds that the decision took."""
     tries: int
     excluded: tuple[str, ...]
     snapshot: Snapshot | None
@@ -52,9 +51,7 @@ class CallKey(msgspec.Struct, frozen=True):
     """Identifies the call that was routed."""
 
     id: str
-    """Id of the invocation."""
     request_id: str
-    """Value of `x-request-id`."""
     tenant: str
     function: str
 
@@ -63,7 +60,6 @@ class Explained(msgspec.Struct):
     call: CallKey
     placements: list[Placement] = []
     left_out: int = 0
-    """Number of further placements of this call, which were not kept."""
 
     def reply(self) -> ExplainReply:
         return ExplainReply(
@@ -79,7 +75,6 @@ class ExplainReply(msgspec.Struct, frozen=True):
     """Routing decisions of the generations of one call."""
 
     id: str
-    """Id of the call, as in its reply."""
     request_id: str
     tenant: str
     function: str
@@ -87,7 +82,6 @@ class ExplainReply(msgspec.Struct, frozen=True):
     """Decisions in the order in which they were made: one for each choice, and one for each retry after a node
     failed."""
     left_out: int
-    """Number of further decisions, which were not kept."""
 
 
 class ExplainedPlacement(msgspec.Struct, frozen=True):

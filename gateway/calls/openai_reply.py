@@ -31,14 +31,10 @@ class Head(msgspec.Struct, frozen=True):
     logprobs: bool
     include_usage: bool
     choices: int = 1
-    """Number of generations per prompt."""
     top_logprob_count: int = 0
-    """Number of most likely tokens that `logprobs` lists per token."""
     echo: list[Echo] = []
-    """Echoed text of each prompt; empty if nothing is echoed."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
-    """True if each chunk contains the usage up to this chunk."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:

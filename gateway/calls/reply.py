@@ -23,7 +23,6 @@ class Outcome(msgspec.Struct):
     logprobs: list[TokenLogprob]
     done: Done
     prompt_logprobs: list[TokenLogprob] = []
-    """Log probabilities of the prompt's tokens from the second on, if requested."""
 
 
 async def collect(generations: Sequence[Generation]) -> list[Outcome]:

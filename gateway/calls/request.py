@@ -75,14 +75,10 @@ class Invocation(msgspec.Struct, frozen=True):
     steps: dict[str, float]
     """Duration of each step before routing, in seconds, for the header Server-Timing."""
     call: Call
-    """Tokens and places that the call takes from the limits of the tenant and the function."""
     meter: Meter
     request_id: str = ""
-    """Value of the header `x-request-id`."""
     choices: int = 1
-    """Number of choices per prompt."""
     echo: list[Echo] = []
-    """Echo of each prompt; empty if nothing is echoed."""
 
     def echo_of(self, index: int) -> Echo | None:
         """Returns the echo of the request at `index`; None if nothing is echoed."""
@@ -101,10 +97,8 @@ class InputProcessor:
     callers: Callers
     cluster: ClusterState
     request_timeout: float
-    """Timeout of a call that states no `timeout`."""
     max_timeout: float
     count_usage: Callable[[str, str, str, UsageCounts], None]
-    """Function that is called for each completed call, with tenant, function, version and usage."""
 
     async def prepare(
         self,

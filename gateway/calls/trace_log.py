@@ -20,7 +20,6 @@ class Call(msgspec.Struct, frozen=True):
     """Unix time of receipt."""
     tenant: str
     digest: str
-    """Digest of the adapter version; empty for the base model alone."""
     rank: int
     bytes: int
     prompt_tokens: int

@@ -38,7 +38,6 @@ class Target(msgspec.Struct, frozen=True):
     version: int | None = None
     adapter: Adapter | None = None
     policy: Policy = Policy()
-    """Policy of the function; empty for the base model."""
 
     @property
     def digest(self) -> str | None:

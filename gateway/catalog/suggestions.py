@@ -38,7 +38,6 @@ class _Tenant:
     expires: float = 0.0
     listing: asyncio.Task[None] | None = None
     second: int = 0
-    """Second, by the clock, to which the count `suggestions` belongs."""
     suggestions: int = 0
 
 

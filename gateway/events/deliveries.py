@@ -45,7 +45,6 @@ class WebhookBody(msgspec.Struct, frozen=True):
     type: str
     """Type of the message: `invocation.` followed by the event's final state."""
     timestamp: str
-    """Time at which the event got its final state, in ISO 8601."""
     data: EventReply
 
 

@@ -26,9 +26,7 @@ class Destinations:
     callers: Callers
     base_id: str
     hosts: Sequence[str]
-    """Hosts to which webhooks of all tenants may be sent."""
     max_timeout: float
-    """Maximum timeout of a call in seconds."""
 
     async def check_policy(
         self, tenant: str, function: str, policy: Mapping[str, Any], *, within: str = "", aliases: Sequence[str] = ()

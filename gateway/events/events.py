@@ -57,7 +57,6 @@ def make_channel(link: RedisLink | None) -> Channel[EventQueued]:
 class Page(NamedTuple):
     events: list[EventRecord]
     after: str | None
-    """Position at which the next page begins; None on the last page."""
 
 
 class _Count(NamedTuple):

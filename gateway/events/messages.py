@@ -14,7 +14,6 @@ from gateway.events.records import EventError, EventRecord, State
 class AttemptItem(msgspec.Struct, frozen=True):
     started: float
     ended: float | None
-    """Time at which the attempt ended; null while it runs."""
     error: EventError | None
 
 
@@ -37,12 +36,9 @@ class EventItem(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     created: float
     due: float | None
-    """Earliest start of a queued call."""
     ended: float | None
     deadline: float
-    """Time after which no attempt begins."""
     attempts: list[AttemptItem]
-    """Attempts, at most `retries` + 1."""
     retries: int
     error: EventError | None
     """Error of the call. While the call is queued, it is the error of the last attempt."""
@@ -50,9 +46,7 @@ class EventItem(msgspec.Struct, frozen=True, kw_only=True):
 
 class EventReply(EventItem, frozen=True, kw_only=True):
     result: InvokeReply | None
-    """Reply of the call; null unless the call succeeded."""
     delivery: DeliveryItem | None
-    """Delivery to the call's destination; null if it has none."""
 
 
 Item = TypeVar("Item", bound=EventItem)
@@ -61,7 +55,6 @@ Item = TypeVar("Item", bound=EventItem)
 class EventList(msgspec.Struct, frozen=True):
     invocations: list[EventItem]
     next: str | None
-    """Value of the parameter `after` for the next page; null on the last page."""
 
 
 class RedriveReply(msgspec.Struct, frozen=True):

@@ -61,7 +61,6 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix time of the next try."""
     nonce: str = NOBODY
     problem: str | None = None
-    """Reason why the last try failed."""
 
 
 class EventRecord(JobRecord, frozen=True, kw_only=True):
@@ -70,7 +69,6 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     function: str
     qualifier: str | None = None
     request: dict[str, Any]
-    """Fields of an InvokeRequest."""
     fingerprint: str = ""
     """Hash of the request; calls with the same Idempotency-Key must have the same hash."""
     created: float
@@ -82,10 +80,8 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     due: float = 0.0
     """Earliest start of a queued event."""
     changed: float
-    """Time at which the event got its current state."""
     nonce: str
     holder: str = NOBODY
-    """Name of the worker that runs the event; NOBODY if none does."""
     attempts: tuple[Attempt, ...] = ()
     """Attempts since the event was accepted or last redriven."""
     result: InvokeReply | None = None
@@ -97,7 +93,6 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     """Number of events before this one in a chain, in which each event calls the next as its destination."""
     redriven: int = 0
     removed: bool = False
-    """True while the event is being removed."""
 
     @property
     def ended(self) -> float | None:

@@ -21,7 +21,6 @@ class RouteRate(msgspec.Struct, frozen=True):
     amount: float = 1.0
     """Amount that each request takes; at least this many bytes if `by_body`."""
     by_body: bool = False
-    """True if a request takes as many as its body has bytes."""
 
     def amount_of(self, request: Request, max_body: int) -> float:
         """Returns the amount that a request takes. A body of unstated size counts as `max_body` bytes."""

@@ -102,7 +102,6 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str
     path: str
-    """Path in Starlette's syntax."""
     endpoint: Endpoint
     summary: str
     """Summary in the OpenAPI document. An operation with an empty summary is not in the document."""
@@ -124,7 +123,6 @@ class Details(TypedDict, total=False):
     """Optional details of a route."""
 
     body: type[Any]
-    """Message type of the JSON body."""
     parameters: Sequence[Parameter]
     """Parameters of the query and headers, and those of the path that differ from PATH_PARAMETERS."""
     errors: Sequence[int]
@@ -136,9 +134,7 @@ class Details(TypedDict, total=False):
     multipart: Mapping[str, Any]
     """JSON schema of the form that is accepted as an alternative body."""
     etag: bool
-    """True if a successful reply has the header ETag."""
     if_match: bool
-    """True if the route supports If-Match."""
     rate: RouteRate
     """Rate that limits the route, if it is not the default: `rps` for calls, else reads for GET and writes for other
     methods."""

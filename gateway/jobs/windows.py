@@ -27,7 +27,6 @@ class Window:
     """Limit of a function of which a job was refused recently."""
 
     size: float
-    """Maximum jobs that run at once."""
     refused_at: float = 0.0
     closed_until: float = 0.0
     """Time, by the clock, before which no job starts. It is set when a job was refused although no other one was

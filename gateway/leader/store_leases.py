@@ -25,9 +25,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     """Content of leases/<name>.json."""
 
     holder: str
-    """Name of the holder; empty if the lease is free."""
     seconds: float
-    """Seconds after its last write for which the lease is held."""
     writes: int
     """Number of writes of the record, which makes each ETag unique."""
 

@@ -47,7 +47,6 @@ class Job:
     name: str
     run: Callable[[Tick], Awaitable[None]]
     pause_seconds: float = PAUSE_SECONDS
-    """Seconds between two ticks."""
     scope: Scope = "registry"
     """Gateways that share the leader of this job: all gateways of a registry, or those that know the same nodes.
     Without Redis each gateway has its own nodes."""

@@ -32,9 +32,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the work that holds places, in the plural, for messages to callers."""
     size: int
     per_tenant: int
-    """Maximum places of one tenant."""
     waiting: int = 1024
-    """Maximum pieces of work of one tenant that wait for a place; further ones are refused."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.per_tenant < 1 or (self.size > 1 and self.per_tenant >= self.size):

@@ -40,7 +40,6 @@ class Forecast(NamedTuple):
     chances: Mapping[str, Chances]
     """Probabilities of a call within each horizon, by function."""
     likely: list[Likely]
-    """The most likely functions, most likely first."""
     error: Mapping[str, float]
 
 

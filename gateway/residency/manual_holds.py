@@ -29,7 +29,6 @@ class ManualHold(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     node: str
     tier: Tier
     seconds: float = HOLD_S
-    """Remaining seconds of the hold."""
 
 
 class ManualHolds:

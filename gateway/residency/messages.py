@@ -48,7 +48,6 @@ class WarmPlace(msgspec.Struct, frozen=True):
     tier: HeldTier
     """Tier that holds the version now. `absent` means that it is still loading, or that it failed with `error`."""
     error: str | None = None
-    """Reason why the node did not load it; null if there is none."""
 
 
 class WantedPlace(msgspec.Struct, frozen=True):
@@ -59,7 +58,6 @@ class WantedPlace(msgspec.Struct, frozen=True):
     tier: Tier
     cause: Cause
     since: float
-    """Unix time since which the order applies."""
 
 
 class LeftOut(msgspec.Struct, frozen=True):

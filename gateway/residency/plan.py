@@ -68,7 +68,6 @@ class PlannedAdapter:
     tier: Tier
     chance: float
     causes: dict[str, Cause] = field(default_factory=dict)
-    """Reason for which each function wants the adapter, by key of the function."""
     provisioned: Tier | None = None
     """Fastest tier in which a function's policy provisions the adapter; None if no policy does."""
 
@@ -93,9 +92,7 @@ class NodeMemory:
     bytes: Mapping[Tier, float]
     """Bytes by tier; infinite if the node does not report them."""
     itemsize: int = 0
-    """Bytes per adapter element on the node; 0 if the node does not report them."""
     takes_wants: bool = True
-    """True if the node accepts orders to have adapters ready, as in Facts."""
 
     def taken_by(self, adapter: Adapter) -> float:
         """Returns the adapter's size on the node in bytes."""
@@ -126,12 +123,10 @@ class NodeWants:
 
     memory: NodeMemory
     wants: dict[str, PlannedAdapter] = field(default_factory=dict)
-    """Planned adapters by digest."""
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
     """Adapters of each tenant's orders and schedules, by tenant and digest. Values are the tier and the bytes taken
     there."""
     room: dict[Tier, float] = field(init=False)
-    """Bytes that further planned adapters may take, by tier."""
     kept_room: dict[Tier, float] = field(init=False)
     """Bytes that further provisioned copies may take, by tier."""
 

@@ -27,7 +27,6 @@ class Weights(msgspec.Struct, frozen=True):
 
     parameters: dict[str, bytes]
     embeddings: dict[str, bytes]
-    """Embeddings by function."""
 
 
 class ObservationBatch(msgspec.Struct, frozen=True):

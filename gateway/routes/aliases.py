@@ -53,7 +53,6 @@ class AliasPast(msgspec.Struct, frozen=True):
     version: int | None
     weights: dict[str, float]
     since: float
-    """Unix time."""
 
 
 class AliasReply(msgspec.Struct, frozen=True):
@@ -64,11 +63,9 @@ class AliasReply(msgspec.Struct, frozen=True):
     version: int | None
     weights: dict[str, float]
     since: float
-    """Unix time."""
     changes: int
     """Number of times the alias was set, including the first."""
     generation: int
-    """Generation of the function, as in the ETag."""
     history: list[AliasPast]
     """Earlier targets, the latest first."""
     warnings: list[str] = []

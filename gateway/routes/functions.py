@@ -48,13 +48,11 @@ class FunctionItem(msgspec.Struct, frozen=True):
     bytes: int
     residency: list[Residency]
     error: str | None = None
-    """Reason why the function's record can't be read; null if it can."""
 
 
 class FunctionList(msgspec.Struct, frozen=True):
     functions: list[FunctionItem]
     next: str | None
-    """Value of the parameter `after` for the next page; null on the last page."""
 
 
 class VersionItem(msgspec.Struct, frozen=True):
@@ -64,7 +62,6 @@ class VersionItem(msgspec.Struct, frozen=True):
     targets: tuple[str, ...]
     bytes: int
     created: float
-    """Unix time."""
 
 
 class VersionReply(msgspec.Struct, frozen=True):
@@ -82,9 +79,7 @@ class VersionReply(msgspec.Struct, frozen=True):
     config_sha256: str
     weights_sha256: str
     created: float
-    """Unix time."""
     source: str | None = None
-    """Location from which the files were copied; null if they were uploaded."""
 
 
 class VersionList(msgspec.Struct, frozen=True):
@@ -105,7 +100,6 @@ class FunctionReply(msgspec.Struct, frozen=True):
     name: str
     created: float
     generation: int
-    """Number that increases with each change of the function, as in the ETag."""
     policy: dict[str, Any]
     aliases: dict[str, int | dict[str, float]]
     versions: list[VersionItem]

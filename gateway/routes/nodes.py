@@ -73,15 +73,11 @@ class NodeAdapter(msgspec.Struct, frozen=True):
     tier: HeldTier
     """Fastest tier that contains the complete adapter; `absent`: it is being fetched from the registry."""
     bytes: int
-    """Size in memory, or of its file on disk, in bytes; 0 if the size is not known yet."""
     ranks: list[int]
     """Ranks of its projections, without duplicates. Empty if it is on disk only."""
     in_use: int
-    """Number of running requests that use it."""
     waiting: int
-    """Number of requests and prefetches that wait for it."""
     layers: list[LayerName] | None
-    """Progress of each layer during a load; null if it is not loading."""
 
 
 class NodeAdapters(msgspec.Struct, frozen=True):

@@ -35,20 +35,17 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     open_requests: int
     queue_wait: float
-    """Seconds for which the oldest waiting request has waited; 0 if none waits."""
     demand: float
     """Work that arrives per second: the number of nodes that it keeps busy."""
     backlog: float
     """Work of waiting requests, in seconds of one node's time."""
     attainment: float | None
-    """Fraction of calls with an SLO that attained it; null if there were none."""
 
 
 class Pool(Load, frozen=True, kw_only=True):
     pool: str | None
     """Name of the pool; null for all nodes without a pool together."""
     nodes: int
-    """Number of nodes of the pool that report."""
     ready: int
 
 
@@ -57,11 +54,9 @@ class PoolList(msgspec.Struct, frozen=True):
     unplaced: Load
     """Load of requests that no node could take: they wait for a first node, or were refused because all were full."""
     workers: int
-    """Number of gateway workers whose counts are included."""
     stale: float | None
     """Seconds since the gateway's workers were last synchronized; null while they are synchronized."""
     autoscaler: str | None
-    """Name of the holder of the autoscaler's lease; null if there is none, or if it is unknown."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,9 +67,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class LeaseReply(msgspec.Struct, frozen=True):
     holder: str | None
-    """Current holder of the lease."""
     seconds: float
-    """Seconds until the lease expires."""
 
 
 @routes.admin("GET /pools", "What calls ask of the node pools now", {200: PoolList})

@@ -36,12 +36,10 @@ class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: Slo | None = None
     limits: Limits | None = None
     weight: Weight = 1.0
-    """Weight of the tenant's share of the nodes, relative to other tenants' weights."""
     webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] = []
     """Allowed destinations of the tenant's webhooks in addition to `gateway.webhook_hosts`: hosts, `*.domain`,
     addresses and networks, which may be private."""
     file_bytes: FileBytes = FILE_BYTES
-    """Maximum bytes of all the tenant's files (/v1/files)."""
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -75,7 +73,6 @@ class TenantReply(msgspec.Struct, frozen=True):
     """True if serverless.yml declares the tenant. In that case only its keys can be changed through the API."""
     keys: list[KeyItem]
     attainment: list[Attainment]
-    """SLO attainment over the last minute, ten minutes and hour; empty without an SLO."""
 
 
 class NewKeyReply(msgspec.Struct, frozen=True):

@@ -41,14 +41,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """True if the tokenizer adds its special tokens around the text. Default, as in calls: true for a prompt, false for
     messages, whose template writes its own."""
     add_generation_prompt: bool | None = None
-    """True if the assistant's turn is opened after the messages. Default: true."""
     return_token_strs: bool | None = None
 
 
 class TokenizeReply(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
-    """Maximum tokens of prompt and output together on the nodes that serve now."""
     tokens: list[int]
     token_strs: list[str] | None = None
 

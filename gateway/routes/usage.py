@@ -45,9 +45,7 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cold_starts: int
     device_seconds: float = 0.0
-    """Device time of the calls in seconds: their shares of the forward passes that computed them."""
     device_gb_seconds: float = 0.0
-    """GB-seconds (10^9 bytes for a second) of adapters on devices, without provisioned copies."""
     host_gb_seconds: float = 0.0
     device_pinned_gb_seconds: float = 0.0
     host_pinned_gb_seconds: float = 0.0

@@ -28,7 +28,6 @@ class SecretItem(msgspec.Struct, frozen=True):
 
     secret_id: str
     created: float
-    """Time at which the secret was created, in Unix time."""
 
 
 class SecretsReply(msgspec.Struct, frozen=True):

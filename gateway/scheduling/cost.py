@@ -59,9 +59,7 @@ class Terms(msgspec.Struct, dict=True):
     """Tightest TPOT target of this request and the requests on the node; infinite if none has a target."""
     ttft_limit: float
     answer: float
-    """Expected number of tokens in the answer."""
     inverse: float
-    """Expected value of 1 / (tokens in the answer)."""
 
     @cached_property
     def strain(self) -> np.ndarray:

@@ -31,7 +31,6 @@ class Candidate(msgspec.Struct, frozen=True):
     age: float | None
     """Age of the node's record at the time of the decision, in seconds."""
     tier: Literal["device", "host", "disk", "absent"]
-    """Tier of the adapter, as far as known; `device` for the base model alone."""
     running: int
     queued: int
     reserved: int
@@ -45,24 +44,17 @@ class Candidate(msgspec.Struct, frozen=True):
     """True if the node's performance model has been inaccurate for a minute, so that its forecasts refuse no
     request."""
     prefill: float | None = None
-    """Prefill time of the request's prompt."""
     exposed_load: float | None = None
-    """Time for which the first token waits for the adapter to load."""
     decode: float | None = None
-    """Time that the request adds to each decode step."""
     step: float | None = None
-    """Duration of a decode step with the request in the batch."""
     wait: float | None = None
-    """Wait before the request's prefill starts."""
     ttft: float | None = None
-    """Time from the request's placement to its first token."""
     spreading: float | None = None
     """Time to reload what one more copy of the adapter displaces. The total counts it once for this request and once
     for each request on the node."""
     total: float | None = None
     """Total cost; the lowest wins. Null if it is infinite, because the SLO targets in `broken` would be violated."""
     broken: list[str] = []
-    """SLO targets that this choice would violate."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -77,12 +69,10 @@ class Decision(msgspec.Struct, frozen=True):
     tries: int
     """Number of times that the policy chose. It chooses again if another request takes the chosen place first."""
     excluded: list[str]
-    """Ids of the nodes on which this request has already failed."""
     prompt_tokens: int
     max_tokens: int
     expected_tokens: float
     expected_inverse: float
-    """Expected value of 1 / (tokens in the answer)."""
     rank: int
     adapter_bytes: int
     slo_class: str
@@ -91,7 +81,6 @@ class Decision(msgspec.Struct, frozen=True):
     tpot: float | None
     candidates: list[Candidate]
     more: int
-    """Number of further candidates that are not listed."""
 
 
 ONLY = np.zeros(1, np.int64)
@@ -110,7 +99,6 @@ class Snapshot(msgspec.Struct):
     values: np.ndarray
     """f64[number of FIELDS, number of candidates]: values of the fields; NaN if unknown."""
     chosen: int | None
-    """Index of the chosen candidate in `nodes`."""
     more: int
 
     def candidates(self, request: PlacementRequest) -> list[Candidate]:

@@ -23,7 +23,6 @@ class MovableRequest(NamedTuple):
 
     id: str
     row: int
-    """Row of the node that has the request."""
     runs: bool
     """True if the request has left the node's queue."""
     tokens: int
@@ -33,7 +32,6 @@ class MovableRequest(NamedTuple):
 class Move(NamedTuple):
     id: str
     row: int
-    """Row of the target node."""
 
 
 @runtime_checkable
@@ -41,7 +39,6 @@ class Migrates(Protocol):
     """Policy that migrates requests. The gateway and the simulator call it the same way."""
 
     period: float
-    """Interval between two calls of `moves`, in seconds."""
 
     def moves(self, loads: Mapping[int, float], requests: Sequence[MovableRequest]) -> list[Move]:
         """Returns the migrations to make, at most one per request.

@@ -31,7 +31,6 @@ class Placed(msgspec.Struct, frozen=True):
     forecast: float | None = None
     """Forecast seconds from the placement to the first token; None if the policy or the node has no forecast."""
     pool: str = ""
-    """Pool of the node."""
     work: float | None = None
     """Node time that the request takes, in seconds (gateway.scheduling.work); None if the node has no measured
     model."""

@@ -12,11 +12,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
     id: str
     demand: Demand
-    """Resources that the request needs on a node."""
     digest: str | None
-    """Digest of the adapter version; None for the base model alone."""
     adapter_bytes: int
-    """Size of the adapter's file in bytes, with elements of `adapter_itemsize` bytes."""
     expected_tokens: float = 0.0
     """Expected number of tokens in the answer, learned from the function's answers. The value 0 means unknown; then
     half of `max_tokens` is used."""
@@ -26,7 +23,6 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     typical_tokens: float = 0.0
     """Mean number of tokens in all answers on this gateway. The value 0 means unknown; then `answer_tokens` is used."""
     ttft: float | None = None
-    """TTFT target; None if the request has none."""
     adapter_itemsize: int = 0
     """Bytes per element in the adapter's file. The value 0 means unknown; then the adapter is assumed to have its
     file's size on nodes."""

@@ -18,14 +18,12 @@ class UsageCounts(msgspec.Struct, omit_defaults=True):
     """Prompt tokens, as in the replies' `usage`: a prompt with several choices counts once."""
     completion_tokens: int = 0
     cold_starts: int = 0
-    """Calls whose adapter was not on the device when they arrived at the node."""
     device_seconds: float = 0.0
     """Device time of the calls in seconds: their shares of the forward passes that computed them."""
     device_gb_seconds: float = 0.0
     """GB-seconds (10^9 bytes for a second) of adapters on devices, without provisioned copies."""
     host_gb_seconds: float = 0.0
     device_pinned_gb_seconds: float = 0.0
-    """GB-seconds of provisioned copies on devices."""
     host_pinned_gb_seconds: float = 0.0
 
     def add(self, counts: UsageCounts) -> None:

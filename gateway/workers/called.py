@@ -20,7 +20,6 @@ class CalledDigests:
     """
 
     on_first: Callable[[str, str], None] = lambda *_: None
-    """Function that is called with tenant and digest when `run` records a digest for the first time."""
     max_tenants: int = MAX_TENANTS
     max_digests: int = MAX_DIGESTS
     _digests: OrderedDict[str, OrderedDict[str, None]] = field(default_factory=OrderedDict, init=False)

@@ -25,15 +25,12 @@ class PoolLoad(msgspec.Struct, array_like=True):
     """Name of the pool. It is empty for nodes without a pool, and None for requests that no node could take."""
     open: int = 0
     queue_wait: float = 0.0
-    """Seconds for which the oldest waiting request has waited."""
     arrived: float = 0.0
     """Work of the requests that arrived within the window, on nodes with a measured model only."""
     backlog: float = 0.0
-    """Work of the waiting requests."""
     promised: int = 0
     """Number of calls with an SLO that ended within the window."""
     attained: int = 0
-    """Number of these calls that attained their SLO."""
 
     def add(self, load: PoolLoad) -> None:
         self.queue_wait = max(self.queue_wait, load.queue_wait)

@@ -19,7 +19,6 @@ START_SECONDS = 300.0
 GAP_SECONDS = 30.0
 """Seconds without a poll of the load after which earlier decisions are dropped."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 4.0, 60.0
-"""First and maximum backoff in seconds before a driver that failed is called again."""
 
 Action = Literal["none", "set", "waits", "held"]
 
@@ -62,7 +61,6 @@ class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
     action: Action
     reason: str
     size: int | None = None
-    """desired size before the round; None if it could not be read"""
     wanted: int | None = None
     load: Load | None = None
 

@@ -17,14 +17,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Load of a pool during the last interval, as measured by the gateway."""
 
     open_requests: int
-    """number of running and waiting requests, including those that wait for the first node"""
     queue_wait: float
     demand: float
     """arriving work in nodes, that is seconds of a node's time per second, according to the cost model"""
     backlog: float
-    """waiting work in seconds of a node's time, according to the cost model"""
     attainment: float | None
-    """share of requests that met their SLO; None if there were no requests with an SLO"""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
