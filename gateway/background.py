@@ -7,8 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 
-AGAIN_SECONDS = 1.0
-"""Seconds until a failed task is started again."""
+RESTART_PAUSE_S = 1.0
 
 log = logging.getLogger("gateway")
 
@@ -39,4 +38,4 @@ async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
             return await work()
         except Exception:  # any error: no other task does this work
             log.exception("a background task failed; it begins anew")
-        await asyncio.sleep(AGAIN_SECONDS)
+        await asyncio.sleep(RESTART_PAUSE_S)

@@ -19,7 +19,7 @@ MAX_TIMEOUT = 3600.0
 """Maximum timeout of a call in seconds."""
 MAX_WORKERS = 32
 """Maximum worker processes. During a reload, old and new workers together need slots in the usage journal."""
-POSITIVE = (
+MUST_BE_POSITIVE = (
     "call_body",
     "deploy_body",
     "max_concurrent",
@@ -31,7 +31,6 @@ POSITIVE = (
     "request_timeout",
     "shutdown_seconds",
 )
-"""Settings that must be greater than 0."""
 
 
 class ConfigError(ValueError):
@@ -131,7 +130,7 @@ def check_config(config: GatewayConfig) -> None:
         parse_webhook_hosts(config.webhook_hosts)
     except ValueError as error:
         raise ConfigError(f"webhook_hosts: {error}") from None
-    for name in POSITIVE:
+    for name in MUST_BE_POSITIVE:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")
     if not 0 <= config.hold_seconds <= config.max_timeout:

@@ -26,7 +26,6 @@ from gateway.http.protocol import GatewayHttp
 from gateway.workers.metrics_memory import MetricsMemory, NoMetricsMemory
 
 PROCESS = "gateway"
-"""Name of this process in log lines."""
 MEMORY_FOLDER = "/dev/shm"  # noqa: S108  (gunicorn makes the files by mkstemp, and removes their names at once)
 """Folder for the files by which workers show gunicorn that they live. The files have no content, so a full disk or a
 read-only one does not matter, and neither does a full /dev/shm."""

@@ -11,7 +11,6 @@ from adapters.destinations import Destination
 from adapters.functions import Defaults
 
 MAX_CHOICES = 16
-"""Maximum choices (`n`) per prompt."""
 MAX_GENERATIONS = 64
 """Maximum generations of one call: choices times prompts."""
 MAX_BAD_CHARACTERS = 4096

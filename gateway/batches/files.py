@@ -21,7 +21,6 @@ from gateway.batches.messages import FileObject, Purpose
 
 MAX_FILE_BYTES = 200 << 20
 PART_BYTES = 8 << 20
-"""Size of an upload's parts in bytes; the last one may be smaller."""
 READ_BYTES = 1 << 20
 ABANDONED_SECONDS = 7200.0
 """Age, in seconds, from which an incomplete upload is removed. No upload takes that long."""

@@ -14,10 +14,8 @@ AHEAD_LINES = 256
 """Number of next calls whose lines may be read together with the requested line."""
 GAP_BYTES = 32 << 10
 """Maximum bytes between lines that are read together; reading them is faster than another request."""
-SPAN_BYTES = 1 << 20
-"""Maximum bytes of one read, unless a single line is longer."""
-HELD_BYTES = 4 << 20
-"""Maximum bytes of lines kept for later calls."""
+MAX_READ_BYTES = 1 << 20
+MAX_CACHED_BYTES = 4 << 20
 
 Span = dict[int, bytes]
 """Lines that were read together, by index of their calls."""
@@ -49,7 +47,7 @@ class LineReader:
         """Returns the calls, including `index`, whose lines are read together, in the file's order."""
         read_before = self._lines.keys() | self._coming.keys()
         calls = sorted({index, *islice(ahead, AHEAD_LINES)} - read_before, key=self._starts.__getitem__)
-        max_bytes = min(SPAN_BYTES, HELD_BYTES - sum(map(len, self._lines.values())))
+        max_bytes = min(MAX_READ_BYTES, MAX_CACHED_BYTES - sum(map(len, self._lines.values())))
         first = last = calls.index(index)
 
         def joins(before: int, after: int, begin: int, end: int) -> bool:

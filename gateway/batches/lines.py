@@ -14,11 +14,8 @@ MAX_LINES = 50_000
 MAX_BLANK_LINES = 50_000
 """Maximum blank lines, because a file of blank lines would occupy a thread for minutes."""
 MAX_LINE_BYTES = 1 << 20
-"""Maximum bytes of a line; the same as of a call's body."""
-MAX_CUSTOM_ID = 256
-"""Maximum characters of a custom_id."""
+MAX_CUSTOM_ID_CHARACTERS = 256
 MAX_PROBLEMS = 50
-"""Number of problems in the file after which the scan ends."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -72,7 +69,6 @@ class LineScanner:
         """Position, in bytes, at which `_rest` begins in the file."""
         self._number = 0
         self._too_long = False
-        """True if the current line already exceeds its limit."""
 
     @property
     def full(self) -> bool:
@@ -132,8 +128,10 @@ class LineScanner:
         if call.url != self._endpoint:
             shown = call.url[:100]
             raise LineError("invalid_url", f"url is {shown!r}, but the batch's endpoint is {self._endpoint}", "url")
-        if not 1 <= len(call.custom_id) <= MAX_CUSTOM_ID:
-            raise LineError("invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID} characters", "custom_id")
+        if not 1 <= len(call.custom_id) <= MAX_CUSTOM_ID_CHARACTERS:
+            raise LineError(
+                "invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID_CHARACTERS} characters", "custom_id"
+            )
         model = _model_of(call)
         digest = _digest(call.custom_id)
         if digest in self._ids:

@@ -28,8 +28,7 @@ from gateway.jobs.job_store import JobRecord, JobStore, Marker, Stored
 
 MAX_BATCHES = 500
 """Maximum batches of one tenant; beyond it the oldest ended ones are removed."""
-MAX_OPEN = 50
-"""Maximum batches of one tenant that have not ended."""
+MAX_OPEN_BATCHES = 50
 MARKERS = "open_batches/"
 
 
@@ -100,10 +99,10 @@ class BatchStore(JobStore[BatchRecord]):
         super().__init__(store, BatchRecord, _key, _markers)
 
     def create(self, tenant: str, request: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
-        """Stores a new batch and returns its record. Raises ServiceError `conflict` if MAX_OPEN batches of the tenant
-        have not ended."""
-        if len(self.objects.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
-            why = f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
+        """Stores a new batch and returns its record. Raises ServiceError `conflict` if the tenant has MAX_OPEN_BATCHES
+        batches that have not ended."""
+        if len(self.objects.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN_BATCHES)) >= MAX_OPEN_BATCHES:
+            why = f"{MAX_OPEN_BATCHES} batches of the tenant have not ended, the most that it may have"
             raise ServiceError("conflict", why)
         self._forget_oldest(tenant)
         now = self.objects.now()

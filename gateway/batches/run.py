@@ -53,9 +53,7 @@ class BatchRun:
     ) -> None:
         self.record = record = claimed.record
         self.changed = asyncio.Event()
-        """Event that is set when the record should be written at once."""
         self.calls: set[asyncio.Task[None]] = set()
-        """Calls in progress."""
         self.attempts: dict[int, int] = {}
         """Number of failed attempts of each call that is retried, by index of the call."""
         requested: Status | None = "cancelled" if record.status == "cancelling" else None
@@ -64,7 +62,6 @@ class BatchRun:
         self.given_up = self.lost = False
         """True if the batch must be released (`given_up`), or if another gateway has it (`lost`)."""
         self.written_at = asyncio.get_running_loop().time()
-        """Time of the last write, which renewed the lease (event loop clock)."""
         self._holder = record.holder
         self._problems = record.problems
         self._stored = claimed
@@ -85,8 +82,7 @@ class BatchRun:
             )
         }
         self._unwritten: list[tuple[PartWriter, str, bytes]] = []
-        self._answers = 0
-        """Number of unwritten answers."""
+        self._unwritten_answers = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -146,7 +142,7 @@ class BatchRun:
     def _may_begin(self) -> bool:
         """Returns whether a call may start: not with FLUSH_LINES unwritten answers, which a crash would repeat."""
         leaving = self.ending is not None or self.given_up or self.lost
-        return not leaving and self._answers < FLUSH_LINES
+        return not leaving and self._unwritten_answers < FLUSH_LINES
 
     def line_number(self, index: int) -> int:
         return self._scanned.numbers[index]
@@ -185,7 +181,7 @@ class BatchRun:
         for writer in self._writers.values():
             if (part := writer.take()) is not None:
                 self._unwritten.append((writer, *part))
-        written = self._answers
+        written = self._unwritten_answers
         self.record = self._with_progress(self.record)
         while self._unwritten:
             writer, name, data = self._unwritten[0]
@@ -195,7 +191,7 @@ class BatchRun:
             await self._merge()
         self.record, self._stored = stored.record, stored
         self.written_at = asyncio.get_running_loop().time()
-        self._answers -= written
+        self._unwritten_answers -= written
 
     def _write_record(self, changes: dict[str, Any]) -> Stored[BatchRecord] | None:
         return self._batches.change(self._stored, msgspec.structs.replace(self.record, **changes))
@@ -233,7 +229,7 @@ class BatchRun:
             if not self._is_done(index):
                 line = await self._read_line(index, range(index + 1, min(index + AHEAD_LINES, count)))
                 self._add(index, False, unanswered_line(line.custom_id, code, message))
-                if self._answers >= FLUSH_LINES:
+                if self._unwritten_answers >= FLUSH_LINES:
                     await self.write()
                 await self._keep_lease()
 
@@ -283,8 +279,8 @@ class BatchRun:
         self._writers[good].add(line)
         self._done[index // 8] |= 1 << index % 8
         self._counts[good] += 1
-        self._answers += 1
-        if self._answers >= FLUSH_LINES or self.all_answered:
+        self._unwritten_answers += 1
+        if self._unwritten_answers >= FLUSH_LINES or self.all_answered:
             self.changed.set()
 
     def _is_done(self, index: int) -> bool:

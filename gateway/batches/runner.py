@@ -38,13 +38,11 @@ from gateway.places.places import Places, owner_now
 LEASE_SECONDS = 10.0
 """Seconds after which another gateway may claim a batch whose record has not changed."""
 POLL_SECONDS = 3.0
-"""Seconds between two polls for batches to claim."""
 FLUSH_SECONDS = 1.0
 MAX_RUNS = 16
 """Maximum batches that one gateway worker runs at once. A batch of 50,000 lines needs about 1 MB for their
 positions."""
-MAX_READS = 64
-"""Maximum records that one poll reads."""
+MAX_READS_A_POLL = 64
 MAX_IN_FLIGHT = 512
 BURST = 8
 """Maximum calls that start before spare rows are counted again. Nodes report a new call with a delay."""
@@ -55,7 +53,6 @@ ATTEMPTS = 3
 AnswerLine = Callable[[str, Endpoint, Line, str], Awaitable[Answer]]
 """Function that returns the answer to a line. It gets the tenant, endpoint, line and request id."""
 Key = tuple[str, str]
-"""Tenant and id of a batch."""
 
 log = logging.getLogger("gateway")
 
@@ -86,11 +83,9 @@ class BatchRunner:
         self._threads = LeavableThreads(places)
         self._shares = Shares(clock)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
-        self._watch = ChangeWatch(clock)
-        """Watch of the leases that other gateways hold, by batch id."""
+        self._lease_watch = ChangeWatch(clock)
         self._runs: dict[Key, BatchRun] = {}
         self._under_way: set[asyncio.Task[None]] = set()
-        """Calls in progress."""
         self._reading: set[asyncio.Task[None]] = set()
         """Calls whose lines are being read; nodes do not report them yet."""
         self._paused_until = 0.0
@@ -122,13 +117,13 @@ class BatchRunner:
         markers = await self._threads.run(self._batches.open_batches)
         self._metrics.open.set(len(markers))
         waiting = [marker for marker in markers if marker.id not in self._poller.active]
-        self._watch.retain([marker.id for marker in markers])
+        self._lease_watch.retain([marker.id for marker in markers])
         running = Counter(tenant for tenant, _ in self._runs)
         waiting.sort(key=lambda marker: (not self._is_unchanged(marker.id), running[marker.tenant]))
         claimable: dict[str, list[Marker]] = {}
-        for marker in waiting[:MAX_READS]:
+        for marker in waiting[:MAX_READS_A_POLL]:
             stored = await self._owner(marker)
-            self._watch.observe(marker.id, stored.etag if stored else "")
+            self._lease_watch.observe(marker.id, stored.etag if stored else "")
             if stored is not None and self._is_claimable(stored.record):
                 claimable.setdefault(marker.tenant, []).append(marker)
         return PollResult(claimable)
@@ -154,7 +149,7 @@ class BatchRunner:
     async def _claim(self, stored: Stored[BatchRecord]) -> None:
         """Claims the batch if it has no holder, and runs it until it has ended or is released."""
         record = stored.record
-        self._watch.observe(record.id, stored.etag)
+        self._lease_watch.observe(record.id, stored.etag)
         if not self._is_claimable(record):
             return
         claim = msgspec.structs.replace(record, holder=self._name, claim=record.claim + 1)
@@ -168,7 +163,7 @@ class BatchRunner:
     def _is_unchanged(self, batch_id: str) -> bool:
         """Returns whether the batch's lease has ended: its record has not changed for LEASE_SECONDS, or was never
         read."""
-        return self._watch.unchanged_s(batch_id) >= LEASE_SECONDS
+        return self._lease_watch.unchanged_s(batch_id) >= LEASE_SECONDS
 
     async def _drive(self, run: BatchRun) -> None:
         """Runs a claimed batch until it has ended or is released."""

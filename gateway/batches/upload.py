@@ -16,10 +16,8 @@ from gateway.http.bodies import stream_body
 from gateway.http.multipart import Form, FormParts
 
 FILE_FORM = Form("file", {"purpose": 100})
-FORM_BYTES = 64 << 10
-"""Maximum bytes of a form without the file's content."""
-MAX_FILENAME = 200
-"""Maximum characters of a file's name."""
+MAX_FORM_BYTES = 64 << 10
+MAX_FILENAME_CHARACTERS = 200
 
 
 async def receive_file(
@@ -58,7 +56,7 @@ class _Upload:
         self._bytes = 0
 
     async def receive(self, request: Request, config: GatewayConfig) -> None:
-        limit = MAX_FILE_BYTES + FORM_BYTES
+        limit = MAX_FILE_BYTES + MAX_FORM_BYTES
         body = stream_body(request, limit, config.deploy_seconds, config.body_idle_seconds)
         async with aclosing(body) as chunks:
             async for chunk in chunks:
@@ -74,7 +72,7 @@ class _Upload:
         await self._store_part()
 
     async def commit(self) -> FileRecord:
-        name = printable(self._form.filenames["file"])[:MAX_FILENAME] or "file.jsonl"
+        name = printable(self._form.filenames["file"])[:MAX_FILENAME_CHARACTERS] or "file.jsonl"
         now = await self._threads.read(self._files.store.now)
         record = FileRecord(self.file_id, name, "batch", now, tuple(self._parts))
         return await self._threads.write(self._files.commit, self._tenant, record)

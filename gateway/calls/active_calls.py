@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from cluster.errors import ServiceError
 
 Owner = tuple[str, str]
-"""Tenant and function."""
 MAX_REVOCATIONS = 10_000
 """Maximum revocations kept for calls that have not arrived here yet; the oldest is forgotten."""
 

@@ -17,7 +17,6 @@ from gateway.calls.node_watch import NodeFailure
 
 THRESHOLD = 3
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-"""First pause after a circuit opens, and the longest pause, in seconds."""
 
 Circuit = Literal["closed", "open", "half_open"]
 

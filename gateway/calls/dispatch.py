@@ -65,19 +65,14 @@ class Generation:
         self.key = CallKey(invocation.id, invocation.request_id, self.request.tenant, self.function)
         self.stay = dispatcher.accounting.loads.track(invocation.received)
         self.node: str | None = None
-        """Id of the node that runs it; None before it is routed."""
         self.cold_start: str | None = None
         self.done: Done | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Log probabilities of the prompt's tokens from the second on; complete when the first event arrives."""
         self.resumed = 0
-        """Number of times that the generation continued on another node."""
         self._generated: list[int] = []
         self._failures = 0
-        self._failure: ServiceError | None = None
-        """Error of the last attempt."""
-        self._excluded: frozenset[str] = frozenset()
-        """Ids of the nodes that failed; the next attempt is on another one."""
+        self._last_error: ServiceError | None = None
+        self._excluded_nodes: frozenset[str] = frozenset()
         self._moved: Placed | None = None
         """Reserved place of the next attempt; None if the next attempt is to be routed."""
         self._is_queued = False
@@ -133,8 +128,8 @@ class Generation:
         """Returns the place for the next attempt: the one that the generation is moved to, or a routed one. Raises
         ServiceError."""
         if time.monotonic() >= self._deadline:
-            raise self._failure or ServiceError("timeout", "the timeout passed before the request reached a node")
-        placed = self._moved or await self._route_or_hold(self._excluded, self._failure)
+            raise self._last_error or ServiceError("timeout", "the timeout passed before the request reached a node")
+        placed = self._moved or await self._route_or_hold(self._excluded_nodes, self._last_error)
         self._moved = None
         return placed
 
@@ -171,7 +166,7 @@ class Generation:
         self._failures += 1
         if not self._is_retryable(failure):
             raise failure.error from failure
-        self._failure, self._excluded = failure.error, self._excluded | {placed.node_id}
+        self._last_error, self._excluded_nodes = failure.error, self._excluded_nodes | {placed.node_id}
         self._resume()
         self.shared.accounting.metrics.count_retry()
 

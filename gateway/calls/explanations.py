@@ -10,7 +10,6 @@ from gateway.scheduling.decision import Decision, Outcome, Snapshot
 from gateway.scheduling.request import PlacementRequest
 
 MAX_PLACEMENTS = 4096
-"""Maximum decisions kept, some 4 kB each."""
 MAX_OF_CALL = 16
 """Maximum decisions kept for one call. A call may have many choices, and each may be routed twice."""
 OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")

@@ -27,7 +27,6 @@ ASK_SECONDS = 3.0
 PAUSE_SECONDS = 1.0
 """Seconds after which a node that did not answer may be asked again. Meanwhile calls are refused at once."""
 MAX_REQUESTED = 16
-"""Maximum number of nodes that are asked at the same time."""
 
 log = logging.getLogger("gateway")
 
@@ -40,7 +39,6 @@ class LateNodes:
         self._requested: dict[str, asyncio.Task[None]] = {}
         """Questions without an answer so far, by node. All calls wait for the same ones."""
         self._silent_until: dict[str, float] = {}
-        """Times until which nodes that did not answer are not asked again."""
 
     async def find(self, excluded: Collection[str] = (), seconds: float = ASK_SECONDS) -> bool:
         """Asks the late nodes that are not in `excluded`. Returns True as soon as one of them is ready to serve the

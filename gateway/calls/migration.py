@@ -27,7 +27,6 @@ class Migration:
         """`base`: fingerprint of the base model."""
         self._state, self._base, self._policy = state, base, policy
         self.open: dict[str, MovableGeneration] = {}
-        """Generations by request id."""
 
     def generation(self, dispatcher: Dispatcher, invocation: Invocation, index: int) -> Generation:
         """Returns a generation that can be migrated. Used as the Dispatcher's `generation`."""

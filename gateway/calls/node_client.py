@@ -23,8 +23,7 @@ from gateway.scheduling.placement import RETRY_AFTER, Placed
 
 ANSWER_SECONDS = 5.0
 """Seconds to wait for the status line of a node's reply. The node sends it before it queues the request."""
-EVENT_LIMIT = 4 << 20
-"""Maximum bytes of one event: a token with its log probabilities."""
+MAX_EVENT_BYTES = 4 << 20
 DEADLINE_SLACK = 10.0
 """Seconds from a request's deadline until the gateway stops waiting for its node. The node itself should end the
 request at the deadline."""
@@ -70,7 +69,7 @@ class NodeClient:
                     if response.status != 200:
                         raise node_failed(f"node {placed.node_id} answered with status {response.status}")
                     breakers.undecided(*node, probe)
-                    content, frames = response.content, Frames(EVENT_LIMIT)
+                    content, frames = response.content, Frames(MAX_EVENT_BYTES)
                     watched.given_up.add_done_callback(partial(_end_reading, content))
                     while chunk := await content.readany():
                         watched.record_bytes()

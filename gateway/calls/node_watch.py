@@ -16,9 +16,8 @@ from cluster.errors import ServiceError
 from cluster.state import ClusterState
 from gateway.scheduling.placement import Placed
 
-TICK = 0.25
-"""Seconds between two checks of a node with open streams."""
-MAX_TICK = 4 * TICK
+TICK_S = 0.25
+MAX_TICK_S = 4 * TICK_S
 """Seconds between two checks beyond which this process itself was held up. Records and bytes that have arrived
 meanwhile are read before the next check."""
 
@@ -58,7 +57,7 @@ class WatchedStream:
 
     def record_bytes(self) -> None:
         """Records that bytes have arrived from the node."""
-        self._watch.last_bytes = time.monotonic()
+        self._watch.last_bytes_at = time.monotonic()
 
 
 class _Watch:
@@ -67,8 +66,7 @@ class _Watch:
     def __init__(self, node_id: str, epoch: str) -> None:
         self.node_id, self.epoch = node_id, epoch
         self.streams: set[WatchedStream] = set()
-        self.last_bytes = -math.inf
-        """Time at which bytes last arrived, in monotonic seconds."""
+        self.last_bytes_at = -math.inf
         self.task: asyncio.Task[None] | None = None
 
 
@@ -105,12 +103,12 @@ class NodeWatches:
                 watch.task.cancel()
 
     async def _run(self, watch: _Watch) -> None:
-        """Checks the node every TICK seconds. Cancelled when the node's last stream ends."""
+        """Checks the node every TICK_S seconds. Cancelled when the node's last stream ends."""
         try:
             while True:
                 began = time.monotonic()
-                await asyncio.sleep(TICK)
-                if time.monotonic() - began <= MAX_TICK:
+                await asyncio.sleep(TICK_S)
+                if time.monotonic() - began <= MAX_TICK_S:
                     await self._check(watch)
         except Exception as error:  # these streams are no longer watched
             for stream in watch.streams:
@@ -119,7 +117,7 @@ class NodeWatches:
     async def _check(self, watch: _Watch) -> None:
         recorded = await self._state.seconds_since_report(watch.node_id, watch.epoch)
         now = time.monotonic()
-        silence = min(recorded, now - watch.last_bytes)
+        silence = min(recorded, now - watch.last_bytes_at)
         first = silence >= self._first_silence and await self._others_serve()
         for stream in watch.streams:
             if now > stream.deadline:

@@ -22,8 +22,7 @@ RENDER_SECONDS = 1.0
 """Limit of processor time for one conversation, in seconds; normal templates need some milliseconds."""
 MAX_CHARACTERS = 4 << 20
 """Maximum characters of a rendered conversation: four times the limit of a call's body."""
-MAX_COMPILED = 256
-"""Maximum compiled templates cached; the least recently used one is dropped."""
+MAX_COMPILED_TEMPLATES = 256
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -72,7 +71,7 @@ def _refused(problem: str) -> Refused:
     return Refused(problem[:500].encode(errors="replace").decode(), holds_much())
 
 
-@lru_cache(MAX_COMPILED)
+@lru_cache(MAX_COMPILED_TEMPLATES)
 def _compiled(source: str) -> jinja2.Template:
     return compile_template(source)
 

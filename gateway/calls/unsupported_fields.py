@@ -55,7 +55,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
 CHAT_UNSUPPORTED = {
     "echo": Unsupported((None, False), "use /v1/completions, or prompt_logprobs"),
 }
-"""Fields that are unsupported on /v1/chat/completions only."""
 
 
 ROLES = {"tool": _TOOLS, "function": _TOOLS}

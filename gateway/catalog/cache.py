@@ -24,8 +24,7 @@ that.
 
 This covers gateways of earlier releases, which write to the registry without marks (adapters.epoch).
 """
-MAX_KNOWN = 50_000
-"""Maximum answers cached, about one kilobyte each."""
+MAX_CACHED = 50_000
 PATIENCE = 1.0
 """Seconds to wait for the registry while an older answer is cached. A hanging registry thus does not block calls."""
 
@@ -43,7 +42,7 @@ class GraceCache(Generic[K, V]):
     clock: Callable[[], float]
     fresh: float
     grace: float
-    limit: int = MAX_KNOWN
+    limit: int = MAX_CACHED
     patience: float = PATIENCE
     confirmed: Callable[[K], float] = lambda _: float("-inf")
     """Function that returns the time, by `clock`, at which the answer for a key was last known to be current."""

@@ -18,7 +18,7 @@ from adapters.keys import Principal, opens, parse_key
 from adapters.tenants import ADMIN_KEY, Tenant, Tenants, tenant_key
 from cluster.errors import ServiceError
 from gateway.catalog.cache import GraceCache
-from gateway.catalog.key_lookups import LOOKUPS_PER_SECOND, KeyLookups
+from gateway.catalog.key_lookups import MAX_LOOKUPS_PER_S, KeyLookups
 from gateway.catalog.threads import StoreThreads
 from gateway.config import GatewayConfig, is_loopback, share
 from gateway.http.params import TENANT_HEADER
@@ -27,8 +27,7 @@ from gateway.http.routing import Caller
 OPEN_TENANT = "default"
 """Tenant whose functions are served when `auth` is `none`."""
 MAX_KEY_TEXT = 512
-MAX_NAMES = 50_000
-"""Maximum tenants whose names are remembered."""
+MAX_TENANTS = 50_000
 REFUSAL_SECONDS = 0.05
 """Time unit, in seconds, of refusals of keys: each takes a multiple of it. So the duration does not show whether the
 tenant exists."""
@@ -47,7 +46,7 @@ class Callers:
         self._host = config.host
         self._tenants = tenants
         self._threads = threads
-        self._lookups = KeyLookups(share(LOOKUPS_PER_SECOND, config), clock)
+        self._lookups = KeyLookups(share(MAX_LOOKUPS_PER_S, config), clock)
         self._owners: GraceCache[str | None, _Owner] = GraceCache(
             self._owner,
             clock=clock,
@@ -64,7 +63,7 @@ class Callers:
         first request."""
         after = ""
         with suppress(StoreUnavailable):
-            while len(self._names) < MAX_NAMES and (names := await self._threads.read(self._tenants.names, after)):
+            while len(self._names) < MAX_TENANTS and (names := await self._threads.read(self._tenants.names, after)):
                 self._names.update(names)
                 after = names[-1]
 
@@ -131,7 +130,7 @@ class Callers:
         `tenant`: None for administrators.
         """
         self._owners.forget_where(lambda name: name == tenant)
-        if tenant is not None and len(self._names) < MAX_NAMES:
+        if tenant is not None and len(self._names) < MAX_TENANTS:
             self._names.add(tenant)
 
     def forget_all(self) -> None:

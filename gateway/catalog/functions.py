@@ -57,7 +57,6 @@ class Functions:
         """`confirmed` returns the time, by `clock`, at which the record with this key was last known to be unchanged.
         `rebuilds`: places for rebuilds of artifacts, as in LeavableThreads."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
-        """Function that is called with tenant and name of each function that this process has changed."""
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget, rebuilds)

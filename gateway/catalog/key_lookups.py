@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from cluster.errors import ServiceError
 from cluster.limits import Bucket
 
-LOOKUPS_PER_SECOND = 50
-"""Maximum lookups per second in the whole gateway."""
+MAX_LOOKUPS_PER_S = 50
 AT_ONCE = 4
 """Maximum concurrent lookups of one worker. There are more threads for reads than that, so known callers are still
 served."""

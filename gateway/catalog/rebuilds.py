@@ -30,14 +30,13 @@ class Rebuilds:
         self._on_rebuilt = on_rebuilt
         self._threads = LeavableThreads(places)
         self._waiting: dict[str, asyncio.Task[None]] = {}
-        self._counts: Counter[str] = Counter()
-        """Number of artifacts in `_waiting` by tenant."""
+        self._waiting_by_tenant: Counter[str] = Counter()
 
     def request(self, tenant: str, name: str, version: int, digest: str) -> None:
         """Starts to rebuild an artifact. Does nothing if it is being rebuilt already, or if the tenant's queue is
         full."""
-        if digest not in self._waiting and self._counts[tenant] < MAX_WAITING:
-            self._counts[tenant] += 1
+        if digest not in self._waiting and self._waiting_by_tenant[tenant] < MAX_WAITING:
+            self._waiting_by_tenant[tenant] += 1
             self._waiting[digest] = asyncio.ensure_future(self._make(tenant, name, version, digest))
 
     async def _make(self, tenant: str, name: str, version: int, digest: str) -> None:
@@ -52,5 +51,5 @@ class Rebuilds:
             log.exception("version %d of %s/%s can't be loaded", version, tenant, name)
         finally:
             del self._waiting[digest]
-            self._counts -= Counter([tenant])
+            self._waiting_by_tenant -= Counter([tenant])
             self._on_rebuilt(tenant, name)

@@ -21,8 +21,7 @@ READ_KEY = "admin.json"
 """Key of the object that a probe reads. The object need not exist, because the store must only answer."""
 WRITE_KEY = "probes/ready"
 WRITE_BYTES = 4096
-WRITE_EVERY = 10.0
-"""Minimum seconds between two writes by probes."""
+MIN_WRITE_GAP_S = 10.0
 
 UPLOAD_BYTES = 1 << 20
 """Bytes that must fit on the gateway's disk, for uploads and the usage journal."""
@@ -50,20 +49,20 @@ class StoreProbe:
         self._answers = GraceCache(
             self._read, clock=clock, fresh=config.cache_seconds, grace=0.0, confirmed=lambda _: answered()
         )
-        self._writable = GraceCache(self._write, clock=clock, fresh=WRITE_EVERY, grace=0.0)
+        self._writable = GraceCache(self._write, clock=clock, fresh=MIN_WRITE_GAP_S, grace=0.0)
         self._folders = tuple({Path(config.tmp_dir), usage_directory(config)})
-        self._room = GraceCache(self._reserve, clock=clock, fresh=WRITE_EVERY, grace=0.0)
+        self._room = GraceCache(self._reserve, clock=clock, fresh=MIN_WRITE_GAP_S, grace=0.0)
 
     async def check_answers(self) -> None:
         """Checks that the store answers. Raises StoreUnavailable."""
         await self._answers.get(None)
 
     async def store_problem(self) -> str | None:
-        """Returns why the store could not be written at most WRITE_EVERY seconds ago; None if it could."""
+        """Returns why the store could not be written at most MIN_WRITE_GAP_S seconds ago; None if it could."""
         return await self._writable.get(None)
 
     async def disk_problem(self) -> str | None:
-        """Returns what this gateway's own disk lacked at most WRITE_EVERY seconds ago; None if nothing."""
+        """Returns what this gateway's own disk lacked at most MIN_WRITE_GAP_S seconds ago; None if nothing."""
         return await self._room.get(None)
 
     async def _read(self, _: None) -> object:

@@ -28,8 +28,7 @@ KEPT_FACTOR = 20.0
 thread's time."""
 PATIENCE = 0.5
 """Seconds for which an error reply waits for the list of the tenant's names."""
-PER_SECOND = 5
-"""Maximum suggestions per second for one tenant."""
+MAX_PER_SECOND = 5
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Suggestions:
         if state.second != second:
             state.second, state.suggestions = second, 0
         state.suggestions += 1
-        return state.suggestions <= PER_SECOND
+        return state.suggestions <= MAX_PER_SECOND
 
     async def _list(self, tenant: str, state: _Tenant) -> None:
         """Reads the tenant's names into `state`. If the store fails, the earlier names are kept and it is tried again

@@ -35,8 +35,7 @@ from gateway.http.stopwatch import Stopwatch
 from gateway.places.pools import Pools
 
 IDEMPOTENCY_HEADER = "idempotency-key"
-MAX_KEY = 255
-"""Maximum characters of an Idempotency-Key."""
+MAX_KEY_CHARACTERS = 255
 OWN_FIELDS = ("background", "stream", "on_success", "on_failure")
 """Fields of the request that determine how the call is run, and not what is generated."""
 
@@ -155,8 +154,8 @@ def _event_id(request: Request, tenant: str) -> str:
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is None:
         return f"inv_{secrets.token_hex(12)}"
-    if not 1 <= len(key) <= MAX_KEY:
-        why = f"Idempotency-Key must have 1 to {MAX_KEY} characters"
+    if not 1 <= len(key) <= MAX_KEY_CHARACTERS:
+        why = f"Idempotency-Key must have 1 to {MAX_KEY_CHARACTERS} characters"
         raise ServiceError("validation_failed", why, param=IDEMPOTENCY_HEADER)
     return f"inv_{hashlib.sha256(f'{tenant}/{key}'.encode()).hexdigest()[:24]}"
 

@@ -21,14 +21,12 @@ from gateway.jobs.poller import PollResult, function_of
 from gateway.jobs.windows import Function
 
 WORKERS = "events/workers/"
-TENANTS_A_POLL = 200
-"""Maximum tenants whose queues one poll reads; the next poll continues after them."""
+MAX_TENANTS_A_POLL = 200
 MAX_POLL_S = 3.0
 """Maximum seconds of one poll. The next poll continues after the last tenant that was read."""
 LISTED = 128
 """Number of a tenant's earliest markers from which a poll chooses the events that it returns."""
-EVENTS_A_TENANT = 32
-"""Maximum due events of a tenant that one poll returns."""
+MAX_TENANT_EVENTS = 32
 
 
 class EventStore(JobStore[EventRecord]):
@@ -89,15 +87,15 @@ class EventStore(JobStore[EventRecord]):
         left out. `now`: Unix time by the store's clock."""
         by_tenant: dict[str, list[Marker]] = {}
         next_in, until = inf, monotonic() + MAX_POLL_S
-        tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
-        next_after = tenants[-1] if len(tenants) == TENANTS_A_POLL else ""
+        tenants = self.objects.folders(f"events/{index}/", after, MAX_TENANTS_A_POLL)
+        next_after = tenants[-1] if len(tenants) == MAX_TENANTS_A_POLL else ""
         for tenant in tenants:
             listed = list(islice(self.list_markers(folder(index, tenant), page=LISTED), LISTED))
             ready = [each for each in listed if each.time <= now and function_of(each) not in closed]
             next_in = min(next_in, next((each.time - now for each in listed if each.time > now), inf))
             # Starts at a random due event, so that workers rarely take the same ones.
-            skipped = random.randrange(len(ready) - EVENTS_A_TENANT + 1) if len(ready) > EVENTS_A_TENANT else 0
-            by_tenant[tenant] = [*ready[skipped : skipped + EVENTS_A_TENANT]]
+            skipped = random.randrange(len(ready) - MAX_TENANT_EVENTS + 1) if len(ready) > MAX_TENANT_EVENTS else 0
+            by_tenant[tenant] = [*ready[skipped : skipped + MAX_TENANT_EVENTS]]
             if monotonic() >= until:
                 next_after = tenant
                 break

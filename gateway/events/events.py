@@ -17,26 +17,21 @@ from cluster.redis_link import RedisLink
 from gateway.catalog.threads import StoreThreads
 from gateway.events.event_store import EventStore
 from gateway.events.quota import AccountOf, CallQuota
-from gateway.events.records import DEAD, ENDED, EventRecord, State, folder
+from gateway.events.records import DEAD_STATES, ENDED, EventRecord, State, folder
 from gateway.events.transitions import cancelled, redriven
 from gateway.jobs.clocks import StoreClock
 from gateway.jobs.job_store import Marker, Stored
 from gateway.workers.channel import Channel
 
-MAX_QUEUED = 10_000
-"""Maximum queued events of one tenant; further calls get status 429."""
+MAX_QUEUED_PER_TENANT = 10_000
 COUNTED_FOR_S = 5.0
 """Seconds for which the number of a tenant's queued events is cached. Meanwhile this worker adds its own new events to
 it."""
-MAX_COUNTS = 10_000
-"""Maximum tenants with cached counts."""
+MAX_CACHED_COUNTS = 10_000
 FULL_RETRY_AFTER_S = 10.0
-SCANNED = 5000
-"""Maximum markers that are read for one page of a list in order to find those of one function."""
+MAX_SCANNED_MARKERS = 5000
 MAX_REDRIVEN = 500
-"""Maximum dead letters that one call redrives."""
-SEARCH_S = 10.0
-"""Time limit, in seconds, of the search for one function's dead letters."""
+MAX_SEARCH_S = 10.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
 """Maximum attempts at one change of an event. An attempt fails if another process changes the event first."""
@@ -73,7 +68,7 @@ class Events:
         store: EventStore,
         threads: StoreThreads,
         channel: Channel[EventQueued],
-        max_queued: int = MAX_QUEUED,
+        max_queued: int = MAX_QUEUED_PER_TENANT,
         *,
         account_of: AccountOf,
     ) -> None:
@@ -144,9 +139,9 @@ class Events:
 
         Raises ServiceError `overloaded`, StoreUnavailable.
         """
-        page, until = await self.list(tenant, DEAD, function, "", MAX_REDRIVEN), monotonic() + SEARCH_S
+        page, until = await self.list(tenant, DEAD_STATES, function, "", MAX_REDRIVEN), monotonic() + MAX_SEARCH_S
         while not page.events and page.after is not None and monotonic() < until:  # page of other functions
-            page = await self.list(tenant, DEAD, function, page.after, MAX_REDRIVEN)
+            page = await self.list(tenant, DEAD_STATES, function, page.after, MAX_REDRIVEN)
         await self._check_room(tenant, len(page.events))
         count = 0
         for event in page.events:
@@ -168,7 +163,7 @@ class Events:
 
     async def _redrive(self, tenant: str, event_id: str) -> EventRecord:
         def change(event: EventRecord, now: float) -> EventRecord:
-            if event.state not in DEAD:
+            if event.state not in DEAD_STATES:
                 raise Conflict(f"it is no dead letter: {event.state}")
             return redriven(event, now)
 
@@ -184,7 +179,7 @@ class Events:
             self._counts[tenant] = count
             why = f"the tenant has {self._max_queued} asynchronous calls waiting already"
             raise ServiceError("overloaded", why, retry_after=FULL_RETRY_AFTER_S)
-        if len(self._counts) >= MAX_COUNTS:
+        if len(self._counts) >= MAX_CACHED_COUNTS:
             self._counts.clear()
         self._counts[tenant] = count._replace(events=count.events + new)
 
@@ -217,7 +212,7 @@ class Events:
                 scanned += 1
                 if function in (None, marker.function):
                     markers.append(marker)
-                if len(markers) == limit or scanned == SCANNED:
+                if len(markers) == limit or scanned == MAX_SCANNED_MARKERS:
                     return Page(self.store.records(markers), f"{state}/{marker.key.removeprefix(prefix)}")
         return Page(self.store.records(markers), None)
 

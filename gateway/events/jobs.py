@@ -10,7 +10,7 @@ from itertools import islice
 from adapters.store import MAX_LIST
 from gateway.catalog.threads import LeavableThreads
 from gateway.events.event_store import EventStore
-from gateway.events.records import DEAD, DELIVERING, ENDED, EventRecord, State, ended_before
+from gateway.events.records import DEAD_STATES, DELIVERING, ENDED, EventRecord, State, ended_before
 from gateway.events.transitions import LOST, retried
 from gateway.jobs.job_store import LEFTOVER_S, Stored
 from gateway.leader.tick import Job, Tick
@@ -19,15 +19,13 @@ KEPT_S = 24 * 3600.0
 DEAD_KEPT_S = 7 * 24 * 3600.0
 """Retention of dead letters in seconds. It is longer than that of other ended events, because an operator may have to
 fix the cause first."""
-WORKER_S = 60.0
-"""Duration, in seconds, of a worker's lease on its events; heartbeats are far more frequent."""
+WORKER_LEASE_S = 60.0
 FORGOTTEN_S = 3600.0
 """Seconds after which the heartbeat of a dead worker is removed."""
 LOST_PAUSE_S = 10.0
 RETENTION_PAUSE_S = 60.0
 COUNT_PAUSE_S = 30.0
-COUNTED = ("queued", "running", *DEAD, DELIVERING)
-"""Indexes that are counted for /metrics."""
+COUNTED_INDEXES = ("queued", "running", *DEAD_STATES, DELIVERING)
 MAX_COUNTED = 50_000
 """Number of markers in one index at which counting stops, because a store lists only 1,000 markers per request."""
 
@@ -59,7 +57,7 @@ def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
 
 def count_events(store: EventStore, tick: Tick) -> None:
     """Counts the events of each index for /metrics, up to MAX_COUNTED. Raises TickEnded, StoreUnavailable."""
-    for index in COUNTED:
+    for index in COUNTED_INDEXES:
         count = 0
         for _ in islice(store.list_markers(f"events/{index}/"), MAX_COUNTED):
             count += 1
@@ -70,9 +68,9 @@ def count_events(store: EventStore, tick: Tick) -> None:
 
 
 def release_lost(store: EventStore, tick: Tick) -> None:
-    """Releases the events of workers that have sent no heartbeat for WORKER_S. Raises TickEnded, StoreUnavailable."""
+    """Releases the events of workers without a heartbeat for WORKER_LEASE_S. Raises TickEnded, StoreUnavailable."""
     now, workers = store.objects.now(), store.workers()
-    alive = {worker for worker, last in workers.items() if now - last < WORKER_S}
+    alive = {worker for worker, last in workers.items() if now - last < WORKER_LEASE_S}
     release(store, lambda holder, _: holder not in alive, tick)
     for worker, last in workers.items():
         if now - last > FORGOTTEN_S:
@@ -116,7 +114,7 @@ def remove_old(store: EventStore, tick: Tick) -> None:
 
 
 def kept_seconds(state: State) -> float:
-    return DEAD_KEPT_S if state in DEAD else KEPT_S
+    return DEAD_KEPT_S if state in DEAD_STATES else KEPT_S
 
 
 def _remove(store: EventStore, stored: Stored[EventRecord]) -> bool:

@@ -30,8 +30,7 @@ time."""
 FIRST_COUNT_S = 5.0
 COUNTED_PART = 1 / 20
 """Part of a limit after which this worker's own additions lead to a new count."""
-MAX_COUNTS = 10_000
-"""Maximum tenants with cached counts."""
+MAX_CACHED_COUNTS = 10_000
 FULL_RETRY_AFTER_S = 60.0
 """Value of Retry-After in seconds: ended calls are removed this often."""
 
@@ -107,7 +106,7 @@ class CallQuota:
 
     async def _count_of(self, tenant: str, limits: Limits) -> _Count:
         """Returns the tenant's count, after its first one if that ends in time. Begins another one if it is due."""
-        if tenant not in self._counts and len(self._counts) >= MAX_COUNTS:
+        if tenant not in self._counts and len(self._counts) >= MAX_CACHED_COUNTS:
             self._forget_idle()
         count = self._counts.setdefault(tenant, _Count())
         if count.counting is None and count.is_due(limits):

@@ -24,11 +24,9 @@ State = Literal["queued", "running", "succeeded", "failed", "cancelled", "expire
 LISTED_STATES: tuple[State, ...] = ("running", "queued", "failed", "expired", "succeeded", "cancelled")
 """States in the order in which a list of events shows them."""
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled", "expired")
-DEAD: tuple[State, ...] = ("failed", "expired")
-"""States of dead letters."""
+DEAD_STATES: tuple[State, ...] = ("failed", "expired")
 DELIVERING = "delivering"
-RETRIES = 2
-"""Default number of retries after the first attempt."""
+DEFAULT_RETRIES = 2
 MAX_AGE_S = 6 * 3600.0
 NOBODY = "0"
 _END_OF_TIME_MS = 10**14
@@ -72,7 +70,7 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     fingerprint: str = ""
     """Hash of the request; calls with the same Idempotency-Key must have the same hash."""
     created: float
-    retries: int = RETRIES
+    retries: int = DEFAULT_RETRIES
     max_age: float = MAX_AGE_S
     deadline: float
     """Time after which no attempt begins."""

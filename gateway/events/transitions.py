@@ -11,9 +11,9 @@ from adapters.functions import Policy
 from cluster.errors import ServiceError
 from gateway.api.schema import InvokeReply
 from gateway.events.records import (
+    DEFAULT_RETRIES,
     MAX_AGE_S,
     NOBODY,
-    RETRIES,
     Attempt,
     Delivery,
     EventError,
@@ -42,7 +42,7 @@ def accepted(policy: Policy, now: float, **fields: Any) -> EventRecord:
         created=now,
         changed=now,
         due=now,
-        retries=RETRIES if policy.retries is None else policy.retries,
+        retries=DEFAULT_RETRIES if policy.retries is None else policy.retries,
         max_age=max_age,
         deadline=now + max_age,
         nonce=new_nonce(),

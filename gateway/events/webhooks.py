@@ -23,7 +23,6 @@ SEND_S = 15.0
 """Timeout of one try in seconds, from the resolution of the host to the status of the reply."""
 RESOLVE_S = 5.0
 MAX_ADDRESSES = 8
-"""Maximum addresses of a host that are checked and tried."""
 
 
 class NotDelivered(Exception):

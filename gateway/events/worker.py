@@ -16,7 +16,7 @@ from gateway.api.schema import InvokeReply
 from gateway.background import background
 from gateway.events.deliveries import Deliveries
 from gateway.events.events import Events
-from gateway.events.jobs import WORKER_S, release
+from gateway.events.jobs import WORKER_LEASE_S, release
 from gateway.events.records import DELIVERING, EventRecord
 from gateway.events.transitions import REFUSED, STOPPED, claimed, expired, failed, postponed, retried, succeeded
 from gateway.http.errors import is_unexpected, to_service_error
@@ -148,7 +148,7 @@ class Worker:
         if now > stored.record.deadline:
             await events.threads.write(events.store.change, stored, expired(stored.record, now))
             return None
-        if monotonic() - self._beat_at > WORKER_S / 2:  # the leader may regard this worker as dead
+        if monotonic() - self._beat_at > WORKER_LEASE_S / 2:  # the leader may regard this worker as dead
             raise StoreUnavailable("it has not taken this worker's word for too long")
         if not await self._can_run():  # otherwise each event would use up its attempts in a few seconds
             raise NoCapacity

@@ -15,7 +15,6 @@ from cluster.errors import ServiceError
 STORE_RETRY_AFTER = 2.0
 RESOURCE_RETRY_AFTER = 2.0
 MAX_CAUSES = 8
-"""Number of errors in a chain of causes that are examined."""
 INSPECTION_RETRY_AFTER = 5.0
 FULL_RETRY_AFTER = 30.0
 REGISTRY_FULL = "the registry can't be written to, because its disk is full or read-only"

@@ -94,7 +94,7 @@ class EventStream:
         deadline = time.monotonic() + self.config.header_seconds
         while True:
             if wire.is_started:
-                deadline = wire.last + self.config.keepalive_seconds
+                deadline = wire.last_sent_at + self.config.keepalive_seconds
             if (remaining_s := deadline - time.monotonic()) > 0:
                 await asyncio.sleep(min(remaining_s, self.config.keepalive_seconds))
             elif wire.is_started:
@@ -112,20 +112,18 @@ class _Wire:
         self._headers = headers
         self._lock = asyncio.Lock()
         self.is_started = False
-        """True once the headers were sent."""
-        self.last = 0.0
-        """Time at which something was last sent, in monotonic seconds."""
+        self.last_sent_at = 0.0
 
     async def begin(self) -> None:
         async with self._lock:
             if not self.is_started:
                 headers = [(name.encode(), value.encode()) for name, value in (HEADERS | self._headers()).items()]
-                self.last = time.monotonic()
+                self.last_sent_at = time.monotonic()
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
                 self.is_started = True
 
     async def put(self, chunk: bytes, more: bool = True) -> None:
         if not self.is_started:
             await self.begin()
-        self.last = time.monotonic()
+        self.last_sent_at = time.monotonic()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": more})

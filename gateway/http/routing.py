@@ -65,7 +65,6 @@ PATH_PARAMETERS = {
     "secret_id": parameter("path", "secret_id", "Its id"),
     "id": parameter("path", "id", "The invocation's id"),
 }
-"""Default parameters of paths, by name."""
 TENANT = parameter("header", TENANT_HEADER, "With an admin key: whose functions are meant", NAME_TEXT)
 IF_MATCH = parameter("header", "if-match", "An ETag of the function: answered 412 when it has changed since")
 SESSION = parameter(

@@ -10,8 +10,7 @@ from adapters.errors import StoreUnavailable
 from adapters.store import ObjectStore
 from gateway.catalog.threads import StoreThreads
 
-VALID_S = 600.0
-"""Seconds after which the offset between this host's clock and the store's is measured again."""
+OFFSET_VALID_S = 600.0
 
 
 class StoreClock:
@@ -29,7 +28,7 @@ class StoreClock:
 
     async def now(self) -> float:
         """Returns Unix time by the store's clock. Raises StoreUnavailable if it could never be measured."""
-        if self._offset is None or self._clock() - self._measured_at > VALID_S:
+        if self._offset is None or self._clock() - self._measured_at > OFFSET_VALID_S:
             await self.measure()
         assert self._offset is not None
         return self._clock() + self._offset

@@ -77,9 +77,7 @@ class Poller(Generic[R]):
         per_tenant: int | None = None,
     ) -> None:
         self.active: dict[str, asyncio.Task[None]] = {}
-        """Tasks that run the active jobs, by job id."""
         self.wake = asyncio.Event()
-        """Event that is set when there may be a new job."""
         self._kind = kind
         self._poll, self._owner, self._handle = poll, owner, handle
         self._at_once = at_once
@@ -87,8 +85,7 @@ class Poller(Generic[R]):
         self._idle_s = idle_s
         self._placeless: dict[str, Callable[[], bool]] = {}
         """Functions that return whether a job's tenant has a free place, by the id of the job that waits for one."""
-        self._markers: dict[str, Marker] = {}
-        """Markers of the active jobs."""
+        self._active_markers: dict[str, Marker] = {}
         self._windows = Windows(at_once, monotonic)
         self._after = ""
         self._waiting: dict[str, list[Marker]] = {}
@@ -142,7 +139,7 @@ class Poller(Generic[R]):
         self._placeless = {id: has_place for id, has_place in self._placeless.items() if id in listed}
 
     def _may_begin_any(self) -> bool:
-        active = Counter(map(function_of, self._markers.values()))
+        active = Counter(map(function_of, self._active_markers.values()))
         tenants = self._active_of_tenants()
         return any(
             tenants[tenant] < self._per_tenant and self._first(queue, active) is not None
@@ -152,7 +149,7 @@ class Poller(Generic[R]):
     def _next(self) -> Marker | None:
         """Returns the marker of the next job to start, and removes it from the waiting ones. This is the first
         startable job of the tenant with the fewest active jobs. Returns None if no job may start."""
-        active, tenants = Counter(map(function_of, self._markers.values())), self._active_of_tenants()
+        active, tenants = Counter(map(function_of, self._active_markers.values())), self._active_of_tenants()
         first = {
             tenant: at
             for tenant, queue in self._waiting.items()
@@ -171,14 +168,14 @@ class Poller(Generic[R]):
         return (has_place is None or has_place()) and self._windows.may_begin(function_of(marker), active)
 
     def _active_of_tenants(self) -> Counter[str]:
-        return Counter(marker.tenant for marker in self._markers.values())
+        return Counter(marker.tenant for marker in self._active_markers.values())
 
     def _begin(self, marker: Marker) -> None:
-        self._markers[marker.id] = marker
+        self._active_markers[marker.id] = marker
         task = self.active[marker.id] = asyncio.create_task(self._run(marker))
 
         def end(_: asyncio.Task[None]) -> None:
-            del self.active[marker.id], self._markers[marker.id]
+            del self.active[marker.id], self._active_markers[marker.id]
             self._job_ended.set()
 
         task.add_done_callback(end)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
-FORGOTTEN_S = 60.0
-"""Seconds after which a refusal is forgotten."""
+REFUSAL_FORGOTTEN_S = 60.0
 CAUTION = 4
 """Number of accepted jobs, in multiples of the window's size, after which the window grows by one job."""
 
@@ -71,7 +70,7 @@ class Windows:
 
     def closed(self) -> frozenset[Function]:
         """Returns the functions whose jobs may not start now. Also forgets windows without a refusal for
-        FORGOTTEN_S."""
+        REFUSAL_FORGOTTEN_S."""
         self._windows = {function: window for function, window in self._windows.items() if not self._is_old(window)}
         now = self._clock()
         return frozenset(function for function, window in self._windows.items() if now < window.closed_until)
@@ -82,4 +81,4 @@ class Windows:
         return min((each.closed_until for each in self._windows.values() if now < each.closed_until), default=None)
 
     def _is_old(self, window: Window) -> bool:
-        return self._clock() - window.refused_at >= FORGOTTEN_S
+        return self._clock() - window.refused_at >= REFUSAL_FORGOTTEN_S

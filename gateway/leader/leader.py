@@ -27,8 +27,7 @@ BEATS_A_LEASE = 3
 Others may see its last write one heartbeat late, and the end of its lease another one late. With Redis, whose clock
 ends the lease, the replacement takes one heartbeat less: 3.3 s, plus the pause of a job.
 """
-ANSWER_SECONDS = 2.0
-"""Timeout, in seconds, of reading and writing the lease."""
+LEASE_ANSWER_SECONDS = 2.0
 TICK_SECONDS = 10.0
 """Seconds from the start of a tick, which is one call of a job, to its deadline."""
 OVERTIME_SECONDS = 30.0
@@ -65,8 +64,7 @@ class Leader:
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._alone = alone
-        self._until = -math.inf
-        """Time, by the clock, at which the lease ends."""
+        self._lease_ends_at = -math.inf
         self._since = -math.inf
         """Time, by the clock, at which the lease was last acquired. Renewals do not change it."""
         self._led = self._failing = False
@@ -74,7 +72,7 @@ class Leader:
     def leads(self) -> bool:
         """Returns whether this process leads. It is False once the lease has ended, even if the process was suspended
         meanwhile."""
-        return self._clock() < self._until
+        return self._clock() < self._lease_ends_at
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -89,7 +87,7 @@ class Leader:
         """Tries to acquire the lease, or renews it if this worker holds it."""
         asked_at = self._clock()
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(LEASE_ANSWER_SECONDS):
                 lease = await self._leases.take(LEASE, self.name, self._lease_seconds)
         except (RedisAway, StoreUnavailable, TimeoutError) as error:
             if not self._failing:
@@ -98,8 +96,8 @@ class Leader:
             self._metrics.count_beat("failed")
         else:
             self._failing = False
-            self._since = self._since if asked_at < self._until else asked_at
-            self._until = asked_at + lease.seconds if lease.holder == self.name else -math.inf
+            self._since = self._since if asked_at < self._lease_ends_at else asked_at
+            self._lease_ends_at = asked_at + lease.seconds if lease.holder == self.name else -math.inf
             self._metrics.count_beat("led" if lease.holder == self.name else "followed")
         self._record_change()
 
@@ -138,9 +136,9 @@ class Leader:
 
     async def _resign(self) -> None:
         if self.leads():
-            self._until = -math.inf
+            self._lease_ends_at = -math.inf
             with suppress(RedisAway, StoreUnavailable, TimeoutError):
-                async with asyncio.timeout(ANSWER_SECONDS):
+                async with asyncio.timeout(LEASE_ANSWER_SECONDS):
                     await self._leases.free(LEASE, self.name)
         self._record_change()
 

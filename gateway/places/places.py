@@ -49,7 +49,6 @@ class Places:
         self._free = pool.size
         self._in_use_by: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiting work by owner."""
         self._waiting_count = 0
         self._turns: dict[str, int] = {}
         """Number of the last place that each owner got, of those that hold places or wait. Places are numbered as they

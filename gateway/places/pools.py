@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from gateway.config import GatewayConfig, share
 from gateway.places.places import Places, Pool
 
-FIXED: tuple[Pool, ...] = (
+FIXED_POOLS: tuple[Pool, ...] = (
     Pool(name="webhooks", work="webhooks", size=16, per_tenant=4),
     Pool(name="webhook_names", work="look-ups of webhooks' hosts", size=8, per_tenant=2),
     Pool(name="destinations", work="calls of destinations", size=16, per_tenant=4),
@@ -24,7 +24,6 @@ FIXED: tuple[Pool, ...] = (
     Pool(name="event_writes", work="writes of asynchronous calls", size=8, per_tenant=6),
     Pool(name="batch_store", work="reads and writes of batches", size=8, per_tenant=6),
 )
-"""Pools whose size is no setting."""
 
 
 def pools_of(config: GatewayConfig) -> dict[str, Pool]:
@@ -36,7 +35,7 @@ def pools_of(config: GatewayConfig) -> dict[str, Pool]:
         Pool(name="batch_files", work="uploads of batch files", size=uploads[0], per_tenant=uploads[1]),
         Pool(name="deploy_checks", work="checks of adapters", size=stores[0], per_tenant=stores[1]),
     )
-    return {pool.name: pool for pool in (*FIXED, *sized)}
+    return {pool.name: pool for pool in (*FIXED_POOLS, *sized)}
 
 
 def _shares(config: GatewayConfig, size: int, per_tenant: int) -> tuple[int, int]:

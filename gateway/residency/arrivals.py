@@ -11,8 +11,7 @@ from cluster.messages import Adapter
 
 MAX_COUNTED = 2000
 """Maximum versions in one report, some 150 bytes each. Calls of further versions are not counted."""
-TOGETHER = 200
-"""Maximum counts in one message."""
+MAX_COUNTS_A_MESSAGE = 200
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +38,6 @@ class ArrivalCounter:
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, str, Adapter]] = Counter()
-        """Number of calls, by tenant, function and adapter."""
 
     def record(self, tenant: str, function: str, adapter: Adapter) -> None:
         """Counts a call of a function's version."""

@@ -15,7 +15,6 @@ Tier = Literal["device", "host"]
 Cause = Literal["provisioned", "order", "schedule", "forecast"]
 
 MAX_COPIES = 16
-"""Maximum copies of a version, each on its own node, that an order may request."""
 WARM_SECONDS = 60.0
 """Maximum seconds for which a deploy waits for a version to be warm before the version gets calls."""
 WATCH_SECONDS = 30.0

@@ -58,8 +58,7 @@ class ResidencyOrders:
 
     def __init__(self, node_calls: NodeCalls, metrics: ResidencyMetrics, clock: Callable[[], float]) -> None:
         self._node_calls, self._metrics, self._clock = node_calls, metrics, clock
-        self._sent: dict[str, _Sent] = {}
-        """Latest order that was sent to each node, by node id."""
+        self._latest_sent: dict[str, _Sent] = {}
         self._failing: dict[str, None] = {}
         """Nodes that failed to take their last order, by node id. The one that was tried last is at the end."""
         self._places = Places(POOL)
@@ -69,7 +68,7 @@ class ResidencyOrders:
         ANSWER_SECONDS; the next tick tries the remaining ones first. Raises TickEnded; the next tick then sends the
         remaining orders."""
         ids = {node.id for node in nodes}
-        self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
+        self._latest_sent = {id: sent for id, sent in self._latest_sent.items() if id in ids}
         self._failing = {id: None for id in self._failing if id in ids}
         scheduled = {node.id: node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))}
         answering = sorted((node for node in scheduled.values() if node.id not in self._failing), key=self._is_unknown)
@@ -93,10 +92,10 @@ class ResidencyOrders:
 
     def _is_unknown(self, node: NodeRecord) -> bool:
         """Returns whether the node has never taken an order, so that it may not answer."""
-        return node.id not in self._sent
+        return node.id not in self._latest_sent
 
     def _is_due(self, node: NodeRecord, order: NodeOrder) -> bool:
-        sent = self._sent.get(node.id)
+        sent = self._latest_sent.get(node.id)
         if sent is None or sent.epoch != node.epoch:
             return order != NOTHING
         if sent.order != order:
@@ -121,12 +120,12 @@ class ResidencyOrders:
             tick.work += 1
             self._metrics.count_order("taken")
         self._failing.pop(node.id, None)
-        self._sent[node.id] = _Sent(node.epoch, order, at)
+        self._latest_sent[node.id] = _Sent(node.epoch, order, at)
 
     def _record_failure(self, node: NodeRecord, error: Exception) -> None:
         """Forgets which order the node last received, so that the next tick sends the order again."""
         self._metrics.count_order("failed")
-        self._sent.pop(node.id, None)
+        self._latest_sent.pop(node.id, None)
         if node.id not in self._failing:
             why = str(error) or "no answer in time"
             log.warning("a node could not be told which adapters are wanted", extra={"node": node.id, "why": why})

@@ -35,9 +35,7 @@ TENANT_SHARE = 0.125
 TENANT_WANTED = 16
 """Maximum adapters on one node for one tenant's orders and schedules."""
 MAX_LEFT_OUT = 1000
-"""Maximum targets in `left_out`. Further targets that can't be planned are not recorded."""
-MAX_NODES = 4
-"""Maximum nodes on which a forecast keeps an adapter that is already in their memory."""
+MAX_NODES_KEPT = 4
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
 """Names of the tiers in the reasons of targets that are left out."""
 STEPS = 20
@@ -196,12 +194,10 @@ class Plan:
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._table, self._homes = nodes, HomeNodes(nodes, base)
         self._records = {row: nodes.record(row) for row in self._homes.rows}
-        self._planned: dict[int, NodeWants] = {}
-        """Planned adapters by row of the node."""
+        self._planned_by_row: dict[int, NodeWants] = {}
         self._copies: dict[tuple[str, str], set[int]] = {}
         """Rows of the nodes with a provisioned copy, by function and digest."""
         self.left_out: dict[str, list[LeftOut]] = {}
-        """Targets that were requested but can't be planned, by function."""
 
     def add(self, wish: PrewarmTarget) -> None:
         if wish.cause == "provisioned":
@@ -227,7 +223,7 @@ class Plan:
         """
         by_node: dict[str, Sequence[PlannedAdapter]] = {}
         for row, record in self._records.items():
-            wants = self._planned[row].wants.values() if row in self._planned else ()
+            wants = self._planned_by_row[row].wants.values() if row in self._planned_by_row else ()
             by_node[record.id] = sorted(wants, key=_urgency)
         return by_node
 
@@ -257,7 +253,9 @@ class Plan:
         if wish.cause != "forecast":
             return self._homes.of(digest, wish.copies)
         tiers = self._table.tiers(digest)
-        near = [row for row in self._homes.of(digest, MAX_NODES) if tiers.get(row, ABSENT) <= HOST] if tiers else []
+        near = (
+            [row for row in self._homes.of(digest, MAX_NODES_KEPT) if tiers.get(row, ABSENT) <= HOST] if tiers else []
+        )
         return near or self._homes.of(digest, 1)
 
     def _tier(self, wish: PrewarmTarget, row: int) -> Tier:
@@ -267,9 +265,9 @@ class Plan:
         return "device" if near or wish.chance >= DEVICE_CHANCE else "host"
 
     def _of(self, row: int) -> NodeWants:
-        if row not in self._planned:
-            self._planned[row] = NodeWants(node_memory(self._records[row]))
-        return self._planned[row]
+        if row not in self._planned_by_row:
+            self._planned_by_row[row] = NodeWants(node_memory(self._records[row]))
+        return self._planned_by_row[row]
 
 
 def _urgency(want: PlannedAdapter) -> tuple[int, int, str]:

@@ -31,7 +31,7 @@ from gateway.background import background
 from gateway.catalog.adapters import adapter_of
 from gateway.catalog.functions import Functions
 from gateway.leader.tick import Job, Tick
-from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
+from gateway.residency.arrivals import MAX_COUNTS_A_MESSAGE, Arrival, ArrivalCounter, CallsCounted, function_key
 from gateway.residency.history import CallHistory, Forecast
 from gateway.residency.lookups import choices_of
 from gateway.residency.manual_holds import ManualHold, ManualHolds
@@ -52,10 +52,8 @@ NODES_SECONDS = 0.5
 restored."""
 TOGETHER_PLANNED = 64
 """Number of targets that are planned between two pauses that let the event loop run."""
-MAX_RESOLVED = 32
-"""Maximum functions without known versions that are looked up in one tick."""
-RESOLVE_SECONDS = 1.0
-"""Time limit, in seconds, of all lookups of one tick together."""
+MAX_LOOKUPS_A_TICK = 32
+MAX_LOOKUP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,21 +87,17 @@ class Residency:
         self._clock, self._unix = clock, unix
         self._planned: frozenset[tuple[str, str]] = frozenset()
         """Id and epoch of the nodes in the last plan."""
-        self._plan_at = -math.inf
-        """Time, by `clock`, of the next plan if the nodes do not change before it."""
+        self._next_plan_at = -math.inf
         self.owners = parts.owners
         self._holds = ManualHolds(clock)
         self._changed: set[str] = set()
         """Changed functions with manual holds; they may have been deleted."""
         self._counter = ArrivalCounter()
-        self._wants: Mapping[str, Sequence[PlannedAdapter]] = {}
-        """Planned adapters by node id, as in the last orders."""
+        self._planned_by_node: Mapping[str, Sequence[PlannedAdapter]] = {}
         self._left_out: Mapping[str, list[LeftOut]] = {}
-        """Targets that the last plan left out, by function."""
         self._since: dict[tuple[str, str], float] = {}
         """Unix time since which an adapter has been in the plan, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
-        """Function that is called with the tenant and digest of each provisioned adapter."""
         channel.on_message = self._receive
 
     def record_call(self, tenant: str, function: str, adapter: Adapter) -> None:
@@ -126,7 +120,7 @@ class Residency:
         """Returns, by node id and digest, the tier in which the last orders provision the adapter."""
         return {
             node: {want.adapter.digest: want.provisioned for want in wants if want.provisioned is not None}
-            for node, wants in self._wants.items()
+            for node, wants in self._planned_by_node.items()
         }
 
     async def provisionable(self) -> Memory:
@@ -164,8 +158,8 @@ class Residency:
             if self._history.observes:
                 self._count(arrivals)
             elif self._channel.is_up:
-                for first in range(0, len(arrivals), TOGETHER):
-                    self._channel.publish(CallsCounted(arrivals[first : first + TOGETHER]))
+                for first in range(0, len(arrivals), MAX_COUNTS_A_MESSAGE):
+                    self._channel.publish(CallsCounted(arrivals[first : first + MAX_COUNTS_A_MESSAGE]))
 
     async def _forget_deleted(self) -> None:
         """Forgets manual holds of deleted functions. While the registry is unavailable, the lookup is repeated."""
@@ -207,8 +201,8 @@ class Residency:
         table, now = await self._cluster.table(), self._clock()
         records = [table.record(row) for row in table.serving(self._base).rows.tolist()]
         nodes = frozenset((record.id, record.epoch) for record in records)
-        if self._parts.standing.has_read and (nodes != self._planned or now >= self._plan_at):
-            self._planned, self._plan_at = nodes, now + PLAN_SECONDS
+        if self._parts.standing.has_read and (nodes != self._planned or now >= self._next_plan_at):
+            self._planned, self._next_plan_at = nodes, now + PLAN_SECONDS
             await self._order(tick)
 
     async def _order(self, tick: Tick) -> None:
@@ -228,7 +222,7 @@ class Residency:
         idle = self._idle_ttls(await self._cluster.table())
         orders = {
             node: NodeOrder(tuple(want.message() for want in wants), idle.get(node, {}))
-            for node, wants in self._wants.items()
+            for node, wants in self._planned_by_node.items()
         }
         await self._parts.orders.send(tick, plan.nodes, orders)
 
@@ -244,15 +238,15 @@ class Residency:
 
     async def _resolve(self, keys: Sequence[str]) -> None:
         """Looks up the versions of the functions `keys` whose versions are unknown. What takes longer than
-        RESOLVE_SECONDS is left to the next tick."""
-        unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
+        MAX_LOOKUP_SECONDS is left to the next tick."""
+        unknown = [key for key in keys if self._history.versions(key) is None][:MAX_LOOKUPS_A_TICK]
 
         async def resolve(key: str) -> None:
             choices = await choices_of(self._functions, key) or ()
             self._history.learn(key, [(adapter_of(each.version), each.share) for each in choices if each.is_whole])
 
         with suppress(TimeoutError, StoreUnavailable):
-            async with asyncio.timeout(RESOLVE_SECONDS):
+            async with asyncio.timeout(MAX_LOOKUP_SECONDS):
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[PrewarmTarget]:
@@ -279,7 +273,7 @@ class Residency:
         now, since, wants = self._unix(), self._since, plan.wants()
         all_wants = [(node, want) for node, each in wants.items() for want in each]
         self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in all_wants}
-        self._wants, self._left_out = wants, plan.left_out
+        self._planned_by_node, self._left_out = wants, plan.left_out
         self._parts.metrics.set_wanted(Counter(cause for _, want in all_wants for cause in want.causes.values()))
         self._parts.metrics.set_left_out(Counter(each.cause for of in plan.left_out.values() for each in of))
         self._parts.metrics.set_error(forecast.error)
@@ -289,7 +283,7 @@ class Residency:
         chances = self._history.latest.chances.get(key)
         places = [
             WantedPlace(node, want.adapter.digest, want.tier, cause, self._since[node, want.adapter.digest])
-            for node, wants in self._wants.items()
+            for node, wants in self._planned_by_node.items()
             for want in wants
             if (cause := want.causes.get(key)) is not None
         ]

@@ -26,19 +26,16 @@ from gateway.scheduling.home_nodes import HomeNodes
 from gateway.scheduling.placement import RETRY_AFTER
 
 MAX_UNDERWAY = 256
-"""Maximum loads in progress that this gateway worker has ordered."""
 MAX_TENANT_UNDERWAY = 32
 ANSWER_SECONDS = 2.0
 """Seconds for which a caller waits for the nodes' answers. Loads that take longer continue without it."""
-AGAIN_SECONDS = 60.0
-"""Seconds during which a load in progress is not ordered again."""
+REORDER_PAUSE_S = 60.0
 LOOK_SECONDS = 0.2
 """Seconds between the first two checks while a caller waits. The pause then doubles, up to MAX_LOOK_SECONDS."""
 MAX_LOOK_SECONDS = 2.0
 NAMES: Mapping[int, HeldTier] = {DEVICE: "device", HOST: "host", DISK: "disk", ABSENT: "absent"}
 
 Key = tuple[str, str, str]
-"""Node id, epoch and adapter digest."""
 Place = tuple[Version, NodeRecord]
 
 
@@ -159,7 +156,7 @@ class Warming:
         for key, (version, node) in started.items():
             answer = asyncio.create_task(self._ask(node, PrefetchOrder(version.adapter, tenant=order.tenant)))
             answer.add_done_callback(partial(self._end, key))
-            self._loads[key] = _Load(order.tenant, answer, now + AGAIN_SECONDS)
+            self._loads[key] = _Load(order.tenant, answer, now + REORDER_PAUSE_S)
         return {_key(v, node): self._loads[_key(v, node)].answer for v, node in missing}
 
     async def _ask(self, node: NodeRecord, order: PrefetchOrder) -> Moved:

@@ -29,4 +29,3 @@ from gateway.routes import (
 CALLED = (invoke, invocations, openai, files, batches, tokens, deploy, functions, aliases, warm)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs, console)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
-"""All operations, in the order of openapi.json."""

@@ -20,8 +20,7 @@ from gateway.http.routing import Routes
 
 routes = Routes(Nodes)
 
-RECORD_LIMIT = 4 << 20
-"""Maximum bytes of a record: some 20,000 resident adapters."""
+MAX_RECORD_BYTES = 4 << 20
 RECORD_SECONDS = 5.0
 _decode = msgspec.msgpack.Decoder(NodeReport).decode
 
@@ -32,7 +31,7 @@ async def record(request: Request) -> Response:
     if not is_authorized(request.headers.get("authorization"), nodes.secret):
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
     mark_keyed(request.scope)
-    body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
+    body = await read_body(request, MAX_RECORD_BYTES, RECORD_SECONDS, RECORD_SECONDS)
     try:
         report = _decode(body)
         node = report.heartbeat.id

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.events.messages import EventList, EventReply, RedriveReply, item_of, reply_of
-from gateway.events.records import DEAD, LISTED_STATES, State
+from gateway.events.records import DEAD_STATES, LISTED_STATES, State
 from gateway.groups import Calls
 from gateway.http.errors import invalid
 from gateway.http.params import integer
@@ -68,7 +68,7 @@ async def cancel_invocation(request: Request, calls: Calls, tenant: str) -> Resp
     rate=READ_MANY,
 )
 async def list_dead_letters(request: Request, calls: Calls, tenant: str) -> Response:
-    return json_response(await _page(request, calls, tenant, DEAD))
+    return json_response(await _page(request, calls, tenant, DEAD_STATES))
 
 
 @routes.tenant(

@@ -21,7 +21,7 @@ from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 from gateway.webhook_hosts import parse_webhook_hosts
-from gateway.workers.attainment import WINDOWS
+from gateway.workers.attainment import WINDOWS_S
 
 routes = Routes(Admin)
 
@@ -175,7 +175,7 @@ async def _reply(admin: Admin, tenant: Tenant) -> TenantReply:
     attained = await admin.windows.attainment(tenant.id) if promised else []
     windows = [
         Attainment(seconds, counts.calls, counts.share("ttft"), counts.share("tpot"), counts.share("all"))
-        for seconds, counts in zip(WINDOWS, attained, strict=False)
+        for seconds, counts in zip(WINDOWS_S, attained, strict=False)
     ]
     return TenantReply(
         id=tenant.id,

@@ -30,8 +30,7 @@ routes = Routes(Admin)
 
 DEFAULT_HOURS = 24
 MAX_HOURS = 366 * 24
-LAST_TIME = 4102444800
-"""Unix time at which the year 2100 begins."""
+YEAR_2100 = 4102444800
 TENANTS_AT_ONCE = 4
 _ABOUT_TIME = "Unix time, or ISO 8601 (UTC where it names no zone); widened to whole hours"
 
@@ -166,12 +165,12 @@ def _time(request: Request, name: str, default: float) -> float:
     if text is None:
         return default
     try:
-        if text.isascii() and text.isdigit() and len(text) <= len(str(LAST_TIME)):
+        if text.isascii() and text.isdigit() and len(text) <= len(str(YEAR_2100)):
             seconds = float(text)
         else:
             stated = datetime.fromisoformat(text)
             seconds = (stated if stated.tzinfo else stated.replace(tzinfo=UTC)).timestamp()
-        if not 0 <= seconds < LAST_TIME:
+        if not 0 <= seconds < YEAR_2100:
             raise ValueError
     except (ValueError, OverflowError):
         expected = "expected Unix time, or a time such as 2026-11-21T17:00Z"

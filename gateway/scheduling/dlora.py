@@ -12,8 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from gateway.scheduling.baselines import MostIdle
 
-PERIOD = 1.0
-"""Interval between two rounds of migrations, in seconds."""
+PERIOD_S = 1.0
 MIN_GAP, RUNNING_GAP = 2, 6
 """Minimum difference between two nodes' numbers of requests at which a waiting request, or a running one, migrates."""
 
@@ -49,7 +48,7 @@ class Migrates(Protocol):
 
 
 class Dlora(MostIdle):
-    period = PERIOD
+    period = PERIOD_S
 
     def moves(self, loads: Mapping[int, float], requests: Sequence[MovableRequest]) -> list[Move]:
         loads, moves = dict(loads), []

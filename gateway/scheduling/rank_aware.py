@@ -27,11 +27,10 @@ from gateway.scheduling.request import PlacementRequest
 
 RETRY_BOUNDS = (1.0, 30.0)
 """Minimum and maximum of Retry-After, in seconds. A forecast further ahead than a batch's answers is unreliable."""
-PATIENCE = 60.0
+PATIENCE_S = 60.0
 """Seconds for which a node's model must be inaccurate before the node is widened, so that its forecasts refuse no
 request."""
-EVERY = 1.0
-"""Seconds between two checks of the nodes' models."""
+CHECK_EVERY_S = 1.0
 
 log = logging.getLogger("gateway")
 
@@ -114,7 +113,7 @@ def _retry_after(costs: Terms, later: np.ndarray) -> float:
 
 
 class Widening:
-    """Widened nodes: their performance model has been inaccurate for PATIENCE seconds. Their forecasts refuse no
+    """Widened nodes: their performance model has been inaccurate for PATIENCE_S seconds. Their forecasts refuse no
     request until the model is accurate again.
 
     Each node reports the ratio of its latest passes to what its model forecasts (`forecast_ratio`). A request that no
@@ -127,22 +126,21 @@ class Widening:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._looked = -math.inf
-        self._since: dict[str, float] = {}
-        """Time at which each node's model became inaccurate, by node id."""
+        self._inaccurate_since: dict[str, float] = {}
         self._widened: frozenset[str] = frozenset()
 
     def update(self, nodes: NodeTable) -> None:
-        """Records which nodes' models have been inaccurate for PATIENCE seconds.
+        """Records which nodes' models have been inaccurate for PATIENCE_S seconds.
 
-        Must be called before each choice; it checks at most once per EVERY seconds.
+        Must be called before each choice; it checks at most once per CHECK_EVERY_S seconds.
         """
         now = self._clock()
-        if now - self._looked < EVERY:
+        if now - self._looked < CHECK_EVERY_S:
             return
         self._looked = now
         off = [nodes.record(row).id for row in nodes.rows() if is_off(nodes.record(row).forecast_ratio)]
-        self._since = {node: self._since.get(node, now) for node in off}
-        widened = frozenset(node for node, since in self._since.items() if now - since >= PATIENCE)
+        self._inaccurate_since = {node: self._inaccurate_since.get(node, now) for node in off}
+        widened = frozenset(node for node, since in self._inaccurate_since.items() if now - since >= PATIENCE_S)
         for node in widened - self._widened:
             log.warning("forecasts of node %s are off: they refuse nobody until they are right again", node)
         for node in self._widened - widened:

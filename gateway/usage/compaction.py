@@ -51,8 +51,7 @@ PAGE = 128
 MAX_BYTES = 4 << 20
 """Maximum bytes of a merged object that still gets cells. Further cells go into another object of the same day or
 month."""
-ATTEMPTS = 10
-"""Maximum attempts at a write that loses to another compactor."""
+MAX_ATTEMPTS = 10
 TENANTS = 100
 
 log = logging.getLogger("gateway")
@@ -66,9 +65,7 @@ class UsageCompaction:
         self._clock = clock
         self._threads = LeavableThreads(1)
         self._pending: list[str] = []
-        """Listed tenants of this round that are still to be compacted."""
-        self._after = ""
-        """Name of the last tenant that was listed in this round."""
+        self._last_listed = ""
         self._next_round = 0.0
 
     async def run(self, tick: Tick) -> None:
@@ -86,7 +83,7 @@ class UsageCompaction:
             except TickEnded:
                 self._pending.insert(0, tenant)
                 raise
-        self._after = ""
+        self._last_listed = ""
         self._next_round = self._clock() + HOUR - (now - CLOSED_SECONDS) % HOUR
 
     def _begin_tenant(self, tick: Tick) -> str | None:
@@ -96,10 +93,10 @@ class UsageCompaction:
         """
         if not self._pending:
             tick.check()
-            self._pending = list(self._store.folders("tenants/", self._after, TENANTS))
+            self._pending = list(self._store.folders("tenants/", self._last_listed, TENANTS))
             if not self._pending:
                 return None
-            self._after = self._pending[-1]
+            self._last_listed = self._pending[-1]
         return self._pending.pop(0)
 
 
@@ -116,14 +113,13 @@ class _Compactor:
         self._store = store
         self._tick = tick
         self._hours, self._days, self._months = usage_folder(tenant), days_folder(tenant), months_folder(tenant)
-        self._open = hour_name(now - CLOSED_SECONDS)
-        """Name of the first hour that is not closed yet."""
+        self._first_open_hour = hour_name(now - CLOSED_SECONDS)
         self._quiet = now - QUIET_SECONDS
 
     def run(self) -> None:
-        for listed in pages(self._list, self._hours, "", self._open, PAGE):
+        for listed in pages(self._list, self._hours, "", self._first_open_hour, PAGE):
             self._merge_hours(listed)
-        for listed in pages(self._list, self._days, "", self._open[:DAY], PAGE):
+        for listed in pages(self._list, self._days, "", self._first_open_hour[:DAY], PAGE):
             for info in listed:
                 self._merge_day(info.key)
 
@@ -172,11 +168,11 @@ class _Compactor:
         self._tick.work += 1
 
     def _add(self, folder: str, name: str, cells: Cells) -> None:
-        """Merges the cells into one object of this day or month. Raises StoreUnavailable after ATTEMPTS conflicts."""
-        for _ in range(ATTEMPTS):
+        """Adds the cells to an object of this day or month. Raises StoreUnavailable after MAX_ATTEMPTS conflicts."""
+        for _ in range(MAX_ATTEMPTS):
             with suppress(Conflict, PreconditionFailed, NotFound):
                 return self._add_once(folder, name, cells)
-        raise StoreUnavailable(f"{folder}{name} was changed by others {ATTEMPTS} times in a row; it is tried again")
+        raise StoreUnavailable(f"{folder}{name} was changed by others {MAX_ATTEMPTS} times in a row; it is tried again")
 
     def _add_once(self, folder: str, name: str, cells: Cells) -> None:
         """Makes one attempt of `_add`. Raises Conflict, PreconditionFailed or NotFound if another compactor was

@@ -26,8 +26,7 @@ FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """Maximum seconds of the last flush when the gateway stops. Sums that it does not write stay in the journal until the
 next start."""
-MAX_WRITES = 200
-"""Maximum objects written in one flush; further objects wait for the next flush."""
+MAX_WRITES_A_FLUSH = 200
 LATE_SECONDS = 300.0
 """Seconds from the end of an hour after which its object gets a new name with each write.
 
@@ -81,12 +80,11 @@ class UsageLedger:
         return {self._key(sums): _encoded(sums) for sums in mine}
 
     async def flush(self) -> bool:
-        """Writes changed sums to the registry, up to MAX_WRITES objects. Returns whether the registry has all sums
-        now."""
+        """Writes up to MAX_WRITES_A_FLUSH objects with changed sums to the registry. Returns whether it has all."""
         if self._unwritten:
             await self._begin_next_segment()
         changed = [sums for sums in self._sums.values() if sums.changes != sums.flushed]
-        for sums in sorted(changed, key=lambda sums: sums.hour)[:MAX_WRITES]:
+        for sums in sorted(changed, key=lambda sums: sums.hour)[:MAX_WRITES_A_FLUSH]:
             changes = sums.changes
             try:
                 await self._threads.run(partial(self._store.put, self._key(sums), _encoded(sums)))
@@ -98,7 +96,7 @@ class UsageLedger:
             sums.flushed, self.away = changes, False
         if self._journal.size > LOG_BYTES or self._past():
             await self._begin_next_segment()
-        return len(changed) <= MAX_WRITES
+        return len(changed) <= MAX_WRITES_A_FLUSH
 
     async def run(self, seconds: float) -> None:
         """Flushes every `seconds` seconds until cancelled."""

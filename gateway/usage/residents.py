@@ -27,17 +27,14 @@ MAX_GAP_S = 60.0
 counted them."""
 MAX_DIGESTS = 40_000
 """Maximum digests whose owners are remembered; the least recently named digest is forgotten."""
-MAX_OWNERS = 16
-"""Maximum owners of one adapter."""
-MAX_LOOKUPS = 32
-"""Maximum functions whose versions are read in one tick."""
+MAX_OWNERS_PER_ADAPTER = 16
+MAX_LOOKUPS_A_TICK = 32
 GB = 1e9
 TIERS = ("device", "host")
 TOGETHER = 256
 """Number of counts made between two pauses that let the event loop run."""
 
 Owner = tuple[str, str]
-"""Tenant and function."""
 Count = Callable[[str, str, str, UsageCounts], None]
 
 
@@ -55,7 +52,7 @@ class Owners:
         """Records that a call or a policy of the function named the adapter."""
         owners, owner = self._owners.setdefault(digest, {}), (tenant, function)
         self._owners.move_to_end(digest)
-        if owner not in owners and len(owners) < MAX_OWNERS:
+        if owner not in owners and len(owners) < MAX_OWNERS_PER_ADAPTER:
             owners[owner] = None
             self._digests.setdefault(owner, set()).add(digest)
             self.unknown[owner] = None
@@ -112,20 +109,19 @@ class ResidentMeter:
     ) -> None:
         self._cluster, self._registry, self._threads, self._owners = cluster, registry, threads, owners
         self._pinned, self._count, self._clock = pinned, count, clock
-        self._at = -math.inf
-        """Time of the last reading, in monotonic seconds."""
+        self._read_at = -math.inf
 
     def job(self) -> Job:
         return Job("residents", self.measure, METER_SECONDS, "nodes")
 
     async def measure(self, tick: Tick) -> None:
         """Reads which adapters nodes hold, and counts each for the time since the last reading."""
-        for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
+        for owner in list(self._owners.unknown)[:MAX_LOOKUPS_A_TICK]:
             tick.check()
             await self._learn(owner)
         tick.check()
-        now, before = self._clock(), self._at
-        self._at = now
+        now, before = self._clock(), self._read_at
+        self._read_at = now
         if now - before > MAX_GAP_S or before < tick.since:
             return
         sums = await self._sums(now - before)

@@ -7,12 +7,9 @@ from typing import Literal
 
 from gateway.workers.sliding_sums import SlidingSums, Sums
 
-WINDOWS = (60, 600, 3600)
-"""Lengths of the windows in seconds."""
-SLICE = 10
-"""Length of a slice in seconds; windows move in steps of one slice."""
+WINDOWS_S = (60, 600, 3600)
+SLICE_S = 10
 MAX_TENANTS = 1000
-"""Maximum tenants counted; the one that called least recently is forgotten."""
 
 Promise = Literal["ttft", "tpot", "all"]
 PROMISES: tuple[Promise, ...] = ("ttft", "tpot", "all")
@@ -55,11 +52,11 @@ def judge(
 
 
 class Attainment(SlidingSums[Kept]):
-    """SLO attainment by tenant, for each of WINDOWS. `clock`: monotonic seconds."""
+    """SLO attainment by tenant, for each of WINDOWS_S. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        windows = tuple(seconds // SLICE for seconds in WINDOWS)
-        super().__init__(clock, "attainment", Kept, seconds=SLICE, windows=windows, max_names=MAX_TENANTS)
+        windows = tuple(seconds // SLICE_S for seconds in WINDOWS_S)
+        super().__init__(clock, "attainment", Kept, seconds=SLICE_S, windows=windows, max_names=MAX_TENANTS)
 
     def record(self, tenant: str, outcome: dict[Promise, bool]) -> None:
         """Counts a completed call of the tenant. Does nothing for calls without an SLO."""

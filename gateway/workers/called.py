@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 MAX_TENANTS = 4096
-MAX_DIGESTS = 1024
-"""Maximum digests per tenant; the least recently called one is forgotten."""
+MAX_DIGESTS_PER_TENANT = 1024
 
 
 @dataclass(kw_only=True)
@@ -21,7 +20,7 @@ class CalledDigests:
 
     on_first: Callable[[str, str], None] = lambda *_: None
     max_tenants: int = MAX_TENANTS
-    max_digests: int = MAX_DIGESTS
+    max_digests: int = MAX_DIGESTS_PER_TENANT
     _digests: OrderedDict[str, OrderedDict[str, None]] = field(default_factory=OrderedDict, init=False)
 
     def run(self, tenant: str, digest: str) -> None:

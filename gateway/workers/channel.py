@@ -23,8 +23,7 @@ from gateway.background import background
 
 MAX_WAITING = 10_000
 """Maximum messages that wait to be sent; beyond that the oldest is dropped."""
-MAX_TOGETHER = 200
-"""Maximum messages that are sent to Redis in one request."""
+MAX_MESSAGES_A_REQUEST = 200
 LINK_SECONDS = 1.0
 """Maximum seconds to wait for Redis before sending is tried again."""
 ANSWER_SECONDS = 0.5
@@ -87,7 +86,7 @@ class Channel(Generic[M]):
     async def _send(self, link: RedisLink) -> None:
         while True:
             while self._waiting:
-                letter = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOGETHER))]
+                letter = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_MESSAGES_A_REQUEST))]
                 while not await self._sent(link, letter):
                     await link.wait_until_up(LINK_SECONDS)
             self._has_waiting.clear()

@@ -8,7 +8,6 @@ from gateway.workers.sliding_sums import SlidingSums, Sums
 
 MINUTES = 60
 MAX_FUNCTIONS = 2000
-"""Maximum functions counted; the least recently called one is forgotten."""
 
 
 class Counts(Sums):

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from cluster.messages import ColdStart
 from cluster.node_book import NodeView
-from gateway.workers.attainment import PROMISES, WINDOWS, Kept, Promise
+from gateway.workers.attainment import PROMISES, WINDOWS_S, Kept, Promise
 from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
 from gateway.workers.metrics_memory import MetricsMemory
 from gateway.workers.shared_values import SummedMetrics
@@ -176,7 +176,7 @@ class Metrics:
     def _of_promises(self, attained: Mapping[str, list[Kept]]) -> Metric:
         sums: dict[tuple[str, int], Kept] = {}
         for tenant, windows in attained.items():
-            for seconds, attainment in zip(WINDOWS, windows, strict=True):
+            for seconds, attainment in zip(WINDOWS_S, windows, strict=True):
                 sums.setdefault((self._tenant(tenant), seconds), Kept()).add(attainment)
         about = "Share of calls that got what was promised"
         family = GaugeMetricFamily("garnish_slo_attainment", about, labels=("tenant", "slo", "window"))

@@ -55,7 +55,7 @@ class Windows:
         return (await self._of(self._hour, name_of(tenant, function)))[0]
 
     async def attainment(self, tenant: str) -> list[Kept]:
-        """Returns the tenant's SLO attainment for each of gateway.workers.attainment.WINDOWS."""
+        """Returns the tenant's SLO attainment for each of gateway.workers.attainment.WINDOWS_S."""
         return await self._of(self._attainment, tenant)
 
     async def attained(self) -> dict[str, list[Kept]]:

@@ -40,7 +40,7 @@ class Surprise(Exception):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "RESTART_PAUSE_S", 0.0)
 
 
 class Faulty:

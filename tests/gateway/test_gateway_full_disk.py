@@ -23,7 +23,7 @@ from gateway.config import GatewayConfig
 from tests.support.redis_server import redis_server
 from tests.support.small_disk import SmallDisk, small_disk
 
-SOON = "from gateway.catalog import store_probe\nstore_probe.WRITE_EVERY = 0.2\n"
+SOON = "from gateway.catalog import store_probe\nstore_probe.MIN_WRITE_GAP_S = 0.2\n"
 CALL = {"prompt": "x", "max_tokens": 2}
 BATCH_LINE = b'{"custom_id": "1", "method": "POST", "url": "/invoke", "body": {"function": "f", "prompt": "x"}}\n'
 

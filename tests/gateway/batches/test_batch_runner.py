@@ -218,7 +218,7 @@ def test_calls_that_were_refused_run_later_and_failing_ones_are_tried_again(worl
 
 @pytest.mark.parametrize("why", ["cancelled", "expired", "key_revoked", "input_deleted"])
 def test_a_batch_that_ends_early_keeps_its_answers(world: World, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_reader, "HELD_BYTES", 0)  # each line is read when its call begins
+    monkeypatch.setattr(line_reader, "MAX_CACHED_BYTES", 0)  # each line is read when its call begins
     batch = world.submit("acme", ["f"] * 30, key_id="k")
 
     async def run() -> BatchRecord:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
 from gateway.batches import line_reader
-from gateway.batches.line_reader import AHEAD_LINES, GAP_BYTES, HELD_BYTES, SPAN_BYTES, LineReader
+from gateway.batches.line_reader import AHEAD_LINES, GAP_BYTES, MAX_CACHED_BYTES, MAX_READ_BYTES, LineReader
 from gateway.batches.lines import LineScanner
 from gateway.catalog.threads import LeavableThreads
 
@@ -72,13 +72,13 @@ def test_lines_are_those_of_the_file(sizes: list[int], seed: int, at_once: int, 
 
         for first in range(0, len(order), at_once):
             await asyncio.gather(*map(one, range(first, min(first + at_once, len(order)))))
-            assert sum(map(len, reader._lines.values())) <= HELD_BYTES + SPAN_BYTES
+            assert sum(map(len, reader._lines.values())) <= MAX_CACHED_BYTES + MAX_READ_BYTES
         assert {index: str(index) for index in got} == got
         assert len(got) >= len(order) - 1 - fails
 
     asyncio.run(main())
     longest = max(source.scanned.sizes)
-    assert max(length for _, length in source.reads) <= max(SPAN_BYTES, longest)
+    assert max(length for _, length in source.reads) <= max(MAX_READ_BYTES, longest)
 
 
 def test_a_file_in_order_takes_a_request_for_many_lines() -> None:

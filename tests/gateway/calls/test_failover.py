@@ -51,7 +51,7 @@ class Clock:
         self._looks = 0
         monkeypatch.setattr("gateway.shared_state.monotonic", self)
         monkeypatch.setattr(node_watch, "time", SimpleNamespace(monotonic=self))
-        monkeypatch.setattr(node_watch, "TICK", 0.01)
+        monkeypatch.setattr(node_watch, "TICK_S", 0.01)
         silence = MemoryClusterState.seconds_since_report
 
         async def noted(state: MemoryClusterState, node_id: str, epoch: str) -> float:

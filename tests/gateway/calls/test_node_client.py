@@ -20,7 +20,7 @@ from raw_node import END, HEAD, REQUEST, TIMING, Reader, Writer, ask, bounded, c
 from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
 from gateway.calls.breaker import THRESHOLD
-from gateway.calls.node_client import EVENT_LIMIT
+from gateway.calls.node_client import MAX_EVENT_BYTES
 from gateway.calls.node_watch import NodeFailure
 from gateway.scheduling.placement import Placed
 
@@ -112,7 +112,7 @@ BROKEN = {
     "nonsense between chunks": (BEGUN + b"nonsense\r\n", 2),
     "an upgrade": (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: other\r\nconnection: upgrade\r\n\r\n", 0),
     "a redirect": (b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /other\r\ncontent-length: 0\r\n\r\n", 0),
-    "an event over the limit": (BEGUN + chunk((EVENT_LIMIT + 1).to_bytes(4, "big")), 2),
+    "an event over the limit": (BEGUN + chunk((MAX_EVENT_BYTES + 1).to_bytes(4, "big")), 2),
 }
 
 

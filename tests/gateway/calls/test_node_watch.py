@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of the watch, which looks again and again meanwhile."""
     made = Clock()
     monkeypatch.setattr(node_watch, "time", SimpleNamespace(monotonic=made))
-    monkeypatch.setattr(node_watch, "TICK", 0.001)
+    monkeypatch.setattr(node_watch, "TICK_S", 0.001)
     return made
 
 
@@ -169,7 +169,7 @@ def test_thousands_of_streams_cost_a_task_and_a_timer_per_node() -> None:
 
 def test_a_deadline_that_the_node_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.calls.node_client.DEADLINE_SLACK", -59.9)
-    monkeypatch.setattr(node_watch, "TICK", 0.01)
+    monkeypatch.setattr(node_watch, "TICK_S", 0.01)
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request_of(reader)

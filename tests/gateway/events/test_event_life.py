@@ -17,7 +17,7 @@ from gateway.catalog.threads import StoreThreads
 from gateway.events import transitions
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events, make_channel
-from gateway.events.jobs import COUNTED, DEAD_KEPT_S, KEPT_S, count_events, release_lost, remove_old
+from gateway.events.jobs import COUNTED_INDEXES, DEAD_KEPT_S, KEPT_S, count_events, release_lost, remove_old
 from gateway.events.metrics import EventMetrics
 from gateway.events.records import ENDED, marker_key, markers_of, parse_marker
 from gateway.events.transitions import claimed, expired, failed
@@ -106,7 +106,7 @@ def test_metrics_tell_what_became_of_events(world: World, monkeypatch: pytest.Mo
     assert attempts == {"succeeded": 2, "retried": 1, "failed": 2}
     ended = {state: told("events_ended_total", state=state) for state in ENDED}
     assert ended == {"succeeded": 2, "failed": 2, "cancelled": 1, "expired": 0}
-    there = {index: told("events", index=index) for index in COUNTED}
+    there = {index: told("events", index=index) for index in COUNTED_INDEXES}
     assert there == {"queued": 2, "running": 0, "failed": 1, "expired": 0, "delivering": 0}
     lost = store.add(claimed(new_event(9, world.store().now(), retries=0), "dead", world.store().now()))
     assert lost is not None

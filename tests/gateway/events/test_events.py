@@ -25,7 +25,7 @@ from gateway.events.records import EventRecord, markers_of
 from gateway.events.transitions import cancelled, claimed, expired
 from gateway.events.worker import event_poller
 from gateway.jobs import poller
-from gateway.jobs.clocks import VALID_S, StoreClock
+from gateway.jobs.clocks import OFFSET_VALID_S, StoreClock
 from gateway.jobs.job_store import Stored
 from gateway.jobs.poller import PollResult
 from gateway.leader.tick import Tick, TickEnded
@@ -43,8 +43,8 @@ def test_the_store_s_time_goes_on_while_the_store_is_away(world: World) -> None:
         clock = StoreClock(store, StoreThreads(10.0, 1), lambda: seconds)
         began = await clock.now()
         store.now = _away
-        seconds += 2 * VALID_S
-        assert await clock.now() == began + 2 * VALID_S
+        seconds += 2 * OFFSET_VALID_S
+        assert await clock.now() == began + 2 * OFFSET_VALID_S
         with pytest.raises(StoreUnavailable):
             await StoreClock(store, StoreThreads(10.0, 1), lambda: seconds).now()
 
@@ -274,7 +274,7 @@ def test_dead_letters_are_redriven_up_to_the_queue_s_limit(world: World) -> None
 def test_dead_letters_of_a_function_are_found_behind_many_of_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "SCANNED", 3)
+    monkeypatch.setattr(events_module, "MAX_SCANNED_MARKERS", 3)
 
     async def work() -> None:
         events, now = open_events(world.store()), world.store().now()

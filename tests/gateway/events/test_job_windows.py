@@ -12,7 +12,7 @@ from event_world import RESULT, World, add_some, make_worker, open_events, run
 from cluster.errors import ServiceError
 from gateway.api.schema import InvokeReply
 from gateway.events.records import EventRecord
-from gateway.jobs.windows import FORGOTTEN_S, Windows
+from gateway.jobs.windows import REFUSAL_FORGOTTEN_S, Windows
 
 F, G = ("acme", "f"), ("acme", "g")
 
@@ -59,7 +59,7 @@ def test_a_function_of_which_not_one_is_let_through_waits_for_the_limit() -> Non
         windows.record_refusal(F, 0.0)
         assert windows.next_opening() == clock.now + pause
         clock.now += pause
-    clock.now += FORGOTTEN_S
+    clock.now += REFUSAL_FORGOTTEN_S
     assert windows.may_begin(F, 1), "the refusal counts no more"
 
 

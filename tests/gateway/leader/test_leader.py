@@ -250,7 +250,7 @@ class Hung(LocalStore):
 
 
 def test_a_store_that_hangs_holds_up_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(leader_module, "LEASE_ANSWER_SECONDS", 0.05)
 
     async def main() -> None:
         worker = Worker(Hung(tmp_path), "one")

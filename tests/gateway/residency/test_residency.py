@@ -75,7 +75,7 @@ class World:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "WATCH_SECONDS", 0.0)
-    monkeypatch.setattr(residency, "RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr(residency, "MAX_LOOKUP_SECONDS", 0.05)
 
 
 def test_what_takes_long_to_look_up_holds_up_nothing() -> None:

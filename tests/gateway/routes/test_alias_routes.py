@@ -15,10 +15,10 @@ import pytest
 from running_gateway import Running, upload
 
 from adapters import registry as registry_module
-from gateway.places.pools import FIXED
+from gateway.places.pools import FIXED_POOLS
 
 ADAPTERS = ("pirate", "dragon", "space", "ocean")
-[WRITES] = (pool for pool in FIXED if pool.name == "store_writes")
+[WRITES] = (pool for pool in FIXED_POOLS if pool.name == "store_writes")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from gateway.catalog.store_probe import READ_KEY, STORE_FULL, WRITE_KEY
 
 @pytest.fixture
 def running(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> Running:
-    monkeypatch.setattr(store_probe, "WRITE_EVERY", 0.2)
+    monkeypatch.setattr(store_probe, "MIN_WRITE_GAP_S", 0.2)
     found = start()
     found.node()
     return found

@@ -10,7 +10,7 @@ from scheduling_world import ask, chosen, node, table_of
 from cluster.model_check import OFF
 from cluster.node_table import NodeTable
 from gateway.scheduling.decision import take_snapshot
-from gateway.scheduling.rank_aware import EVERY, PATIENCE, RankAware, Widening
+from gateway.scheduling.rank_aware import CHECK_EVERY_S, PATIENCE_S, RankAware, Widening
 from tests.support.listed_record import put_record
 
 FULL = node("full", *[8] * 32, tier="device", queued=50)
@@ -41,32 +41,32 @@ class World:
 def test_a_model_that_is_off_for_a_minute_is_widened_until_it_is_right(ratio: float) -> None:
     world = World(off=ratio, right=1.0, edge=OFF, unknown=None)
     assert world.widened(0.0) == []
-    assert world.widened(PATIENCE - EVERY) == []
-    assert world.widened(EVERY) == ["off"]
+    assert world.widened(PATIENCE_S - CHECK_EVERY_S) == []
+    assert world.widened(CHECK_EVERY_S) == ["off"]
     world.tell(off=OFF)
-    assert world.widened(EVERY / 2) == ["off"], "nodes are not looked at more often"
-    assert world.widened(EVERY / 2) == []
+    assert world.widened(CHECK_EVERY_S / 2) == ["off"], "nodes are not looked at more often"
+    assert world.widened(CHECK_EVERY_S / 2) == []
     world.tell(off=ratio)
-    assert world.widened(EVERY) == [], "a new minute begins"
-    assert world.widened(PATIENCE) == ["off"]
+    assert world.widened(CHECK_EVERY_S) == [], "a new minute begins"
+    assert world.widened(PATIENCE_S) == ["off"]
 
 
 def test_a_minute_with_a_break_is_none() -> None:
     world = World(off=2.0)
     world.widened(0.0)
     world.tell(off=1.0)
-    world.widened(PATIENCE / 2)
+    world.widened(PATIENCE_S / 2)
     world.tell(off=2.0)
-    assert world.widened(PATIENCE / 2) == []
+    assert world.widened(PATIENCE_S / 2) == []
 
 
 def test_a_node_that_left_is_forgotten() -> None:
     world = World(off=2.0)
-    assert world.widened(0.0) == world.widened(PATIENCE / 2) == []
+    assert world.widened(0.0) == world.widened(PATIENCE_S / 2) == []
     world.nodes.remove("off")
-    world.widened(EVERY)
+    world.widened(CHECK_EVERY_S)
     world.tell(off=2.0)
-    assert world.widened(PATIENCE / 2) == []
+    assert world.widened(PATIENCE_S / 2) == []
 
 
 def test_what_a_widened_node_forecasts_refuses_nobody() -> None:
@@ -76,10 +76,10 @@ def test_what_a_widened_node_forecasts_refuses_nobody() -> None:
     busier = msgspec.structs.replace(FULL, id="busier", queued=60, forecast_ratio=0.5)
     nodes = table_of(FULL, busier)
     assert chosen(policy, nodes, STRICT) is None
-    now += PATIENCE
+    now += PATIENCE_S
     assert chosen(policy, nodes, STRICT) == "busier"
     told = take_snapshot(nodes, np.arange(2), STRICT, 1, policy.last).candidates(STRICT)
     assert {each.node: each.widened for each in told} == {"full": False, "busier": True}
     put_record(nodes, msgspec.structs.replace(busier, forecast_ratio=1.0))
-    now += EVERY
+    now += CHECK_EVERY_S
     assert chosen(policy, nodes, STRICT) is None

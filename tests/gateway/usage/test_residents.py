@@ -153,7 +153,7 @@ def test_owners_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(owners.unknown) == [("t", "f2"), ("t", "f3"), ("t", "f4")]
     for number in range(40):
         owners.record("t", f"g{number}", DIGESTS[4])
-    assert len(owners.unknown) == 2 + residents.MAX_OWNERS
+    assert len(owners.unknown) == 2 + residents.MAX_OWNERS_PER_ADAPTER
 
 
 # --- counters that came later than the others

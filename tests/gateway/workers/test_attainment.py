@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.workers.attainment import MAX_TENANTS, SLICE, WINDOWS, Attainment, judge
+from gateway.workers.attainment import MAX_TENANTS, SLICE_S, WINDOWS_S, Attainment, judge
 
 ONE = st.dictionaries(st.sampled_from(["ttft", "tpot", "all"]), st.booleans(), min_size=1)
 
@@ -36,14 +36,14 @@ def test_windows_hold_what_ended_in_them(steps: list[tuple[float, dict]]) -> Non
     for pause, outcome in steps:
         now += pause
         attainment.record("a", outcome)
-        ended.append((int(now // SLICE), outcome))
-    for seconds, kept in zip(WINDOWS, attainment.of("a"), strict=True):
-        inside = [outcome for at, outcome in ended if at > int(now // SLICE) - seconds // SLICE]
+        ended.append((int(now // SLICE_S), outcome))
+    for seconds, kept in zip(WINDOWS_S, attainment.of("a"), strict=True):
+        inside = [outcome for at, outcome in ended if at > int(now // SLICE_S) - seconds // SLICE_S]
         assert kept.calls == len(inside)
         for promise in ("ttft", "tpot", "all"):
             judged = [outcome[promise] for outcome in inside if promise in outcome]
             assert kept.share(promise) == (sum(judged) / len(judged) if judged else None)
-    assert len(attainment._slices.get("a", {})) <= WINDOWS[-1] // SLICE
+    assert len(attainment._slices.get("a", {})) <= WINDOWS_S[-1] // SLICE_S
 
 
 def test_tenants_are_bounded() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cluster.redis_link import RedisAway, RedisLink
 from gateway.workers import windows as module
-from gateway.workers.attainment import SLICE, WINDOWS, Attainment, Promise
+from gateway.workers.attainment import SLICE_S, WINDOWS_S, Attainment, Promise
 from gateway.workers.last_hour import MAX_FUNCTIONS, Counts, LastHour
 from gateway.workers.pool_loads import PoolLoads
 from gateway.workers.windows import SUMS_TOGETHER, Windows
@@ -176,10 +176,10 @@ def test_sums_are_those_of_what_was_counted(
                     surely = sum(tokens for back, tokens in ages if back < 3600 - 180)
                     at_most = sum(tokens for back, tokens in ages if back < 3600 + 120)
                     assert surely <= sums.completion_tokens <= at_most
-                for seconds, kept in zip(WINDOWS, await worker.windows.attainment("acme"), strict=True):
+                for seconds, kept in zip(WINDOWS_S, await worker.windows.attainment("acme"), strict=True):
                     backs = [step[3] for step in steps]
-                    surely = sum(back < seconds - 3 * SLICE for back in backs)
-                    assert surely <= kept.calls <= sum(back < seconds + 2 * SLICE for back in backs)
+                    surely = sum(back < seconds - 3 * SLICE_S for back in backs)
+                    assert surely <= kept.calls <= sum(back < seconds + 2 * SLICE_S for back in backs)
             assert await pair[0].windows.attainment("acme") == await pair[1].windows.attainment("acme")
 
     asyncio.run(main())
