@@ -48,7 +48,7 @@ class LeaseKeeper:
         )
         self._state = state
         self._ends = -float("inf")
-        self._why = "the lease was not asked for yet"
+        self._why = "the lease was not requested yet"
         self._has_answer, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._renew_lease_until_ended, name="lease", daemon=True)
 
@@ -87,7 +87,7 @@ class LeaseKeeper:
         try:
             reply = client.ask(lease_call(self.holder, seconds), pool_routes.LeaseReply)
         except GarnishError as error:  # a lease granted earlier stays valid until its end
-            self._why = f"the lease can't be had: {error}"
+            self._why = f"the lease can't be acquired: {error}"
             return
         if reply.holder == self.holder:
             self._ends, self._why = began + reply.seconds, "the lease has run out"

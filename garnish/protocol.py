@@ -75,9 +75,7 @@ def parse(reply: httpx.Response, kind: type[Reply], connection: Connection) -> R
     try:
         return msgspec.json.decode(b"null" if kind is NoneType else reply.content, type=kind)
     except msgspec.DecodeError as error:
-        problem = (
-            f"the reply of {_address(reply)} is not understood: is it a Garnish service of this version? ({error})"
-        )
+        problem = f"the reply of {_address(reply)} can't be decoded: is it a Garnish service of this version? ({error})"
         raise GarnishError("internal", problem) from error
 
 
@@ -126,7 +124,7 @@ def _decode(content: bytes, kind: type[Reply]) -> Reply:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
-        raise GarnishError("internal", f"the service's reply is not understood: {error}") from error
+        raise GarnishError("internal", f"the service's reply can't be decoded: {error}") from error
 
 
 class EventReader:

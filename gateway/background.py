@@ -37,5 +37,5 @@ async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
         try:
             return await work()
         except Exception:  # any error: no other task does this work
-            log.exception("a background task failed; it begins anew")
+            log.exception("a background task failed; it is started again")
         await asyncio.sleep(RESTART_PAUSE_S)

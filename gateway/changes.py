@@ -70,7 +70,10 @@ class Changes:
         try:
             await self.threads.write(mark, self.store, function_key(tenant, function), why, number)
         except StoreUnavailable as error:
-            log.error("calls of a deleted function may go on where Redis is away, too", extra={"why": str(error)})
+            log.error(
+                "gateways without Redis may continue calls of a deleted function: the registry can't be written",
+                extra={"why": str(error)},
+            )
 
     def read_mark(self, mark: Mark) -> None:
         """Forgets the record that a mark in the registry's epoch names."""

@@ -53,7 +53,7 @@ async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Share
     shared = _shared(mirror, RedisLimits(link, config.workers), RedisLeases(link), link)
     async with link.running(), shared.peers.running(), shared.events.running():
         if not await link.wait_until_up(START_SECONDS):
-            log.error("Redis is still away: this worker starts without knowing any nodes")
+            log.error("Redis is still unavailable: this worker starts without any nodes")
         yield shared
 
 

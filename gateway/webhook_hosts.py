@@ -54,7 +54,7 @@ def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
         if "/" in entry or as_address(entry) is not None:
             networks.append(ip_network(entry))
         elif not entry or not all(part.replace("-", "a").isalnum() for part in entry.removeprefix("*.").split(".")):
-            raise ValueError(f"{entry!r} is no host, *.domain, address or network")
+            raise ValueError(f"{entry!r} is not a host, *.domain, address or network")
         elif not entry.isascii():  # URLs of webhooks are ASCII, so it would match none
             raise ValueError(f"{entry!r} is not ASCII: write the host as in a URL, xn--…")
         else:

@@ -76,7 +76,7 @@ class Loop:
                 self._iterate(channel, selector)
         except Disconnected as error:
             # no warning: the supervisor warns of unexpected exits
-            log.info("api process gone", extra={"reason": str(error)})
+            log.info("the API process has ended", extra={"reason": str(error)})
         finally:
             selector.close()
             self.drop_all()

@@ -117,7 +117,7 @@ def _row(candidate: Candidate) -> list[str]:
     elif candidate.model == "assumed":
         notes.append("no forecast: its performance model is not measured yet")
     if candidate.widened:
-        notes.append("its forecasts have been off for a minute, and refuse nobody")
+        notes.append("its forecasts have been inaccurate for a minute, and refuse no requests")
     return [
         "*" if candidate.chosen else "",
         candidate.node,

@@ -136,7 +136,7 @@ class LineScanner:
         digest = _digest(call.custom_id)
         if digest in self._ids:
             shown = call.custom_id[:100]
-            raise LineError("duplicate_custom_id", f"the custom_id {shown!r} occurs before", "custom_id")
+            raise LineError("duplicate_custom_id", f"the custom_id {shown!r} occurs in an earlier line", "custom_id")
         self._ids.add(digest)
         self.starts.append(start)
         self.sizes.append(len(line))
@@ -167,7 +167,7 @@ def read_line(line: bytes) -> Line:
     except UnicodeDecodeError:
         raise LineError("invalid_encoding", "the line is not UTF-8") from None
     except msgspec.ValidationError as error:
-        raise LineError("invalid_line", f"the line is no call: {error}") from None
+        raise LineError("invalid_line", f"the line is not a call: {error}") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise LineError("invalid_json_line", f"the line is not valid JSON: {error}") from None
 

@@ -31,9 +31,9 @@ class Page(msgspec.Struct, frozen=True):
         """Returns the page of a request; its ids begin with `prefix`. Raises ServiceError."""
         after, order = request.query_params.get("after"), request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise ServiceError("validation_failed", "order is asc or desc", param="order")
+            raise ServiceError("validation_failed", "order must be asc or desc", param="order")
         if after is not None and not is_id(after, prefix):
-            raise ServiceError("validation_failed", "after is the id of an entry", param="after")
+            raise ServiceError("validation_failed", "after must be the id of an entry", param="after")
         return cls(integer(request, "limit", default, 1, max_limit), after, order == "desc")
 
     def ids(self, all_ids: Sequence[str]) -> Sequence[str]:

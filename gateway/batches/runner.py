@@ -172,7 +172,10 @@ class BatchRunner:
         try:
             await self._carry(run)
         except LeaseLost:
-            log.warning("another gateway has this batch, or it was deleted", extra={"batch": run.record.id})
+            log.warning(
+                "this worker stops a batch: another gateway has claimed it, or it was deleted",
+                extra={"batch": run.record.id},
+            )
             run.lost = True
         except Exception as error:  # another gateway would fail in the same way
             log.error("a batch failed", exc_info=error, extra={"batch": run.record.id})
@@ -235,7 +238,9 @@ class BatchRunner:
             except StoreUnavailable as error:
                 if self._clock() - run.written_at >= LEASE_SECONDS:
                     raise LeaseLost from error
-                log.warning("a batch waits for the store", extra={"batch": run.record.id, "why": str(error)})
+                log.warning(
+                    "a batch waits: the registry is unavailable", extra={"batch": run.record.id, "why": str(error)}
+                )
             await asyncio.sleep(FLUSH_SECONDS)
 
     async def _begin_calls(self, answer: AnswerLine) -> int:

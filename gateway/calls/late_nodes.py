@@ -87,10 +87,12 @@ class LateNodes:
                 raise BadRecord(f"id: another node answered, {report.heartbeat.id[:60]!r}")
             check_news(report, urlsplit(record.url).hostname or "", ())
             await self._state.publish(report)
-            log.info("node's record was late", extra={"node": record.id, "state": report.heartbeat.state})
+            log.info(
+                "a node whose record is late has answered", extra={"node": record.id, "state": report.heartbeat.state}
+            )
         except (ServiceError, BadRecord, VersionMismatch, TooManyNodes, RedisAway, TimeoutError) as error:
             self._silent_until[record.id] = self._clock() + PAUSE_SECONDS
             reason = str(error) or type(error).__name__
-            log.info("late node does not answer", extra={"node": record.id, "reason": reason})
+            log.info("a node whose record is late does not answer", extra={"node": record.id, "reason": reason})
         finally:
             del self._requested[record.id]

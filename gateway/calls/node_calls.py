@@ -52,7 +52,7 @@ class NodeCalls:
         try:
             return status, msgspec.msgpack.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise _failed(node, f"said something that is no answer ({error})") from error
+            raise _failed(node, f"sent an invalid answer ({error})") from error
 
     async def order(self, node: NodeRecord, path: str, order: msgspec.Struct | None = None) -> None:
         """Sends a POST whose answer is ignored. Raises the same errors as `ask`."""
@@ -80,7 +80,7 @@ class NodeCalls:
                     if len(answer) > ANSWER_BYTES:
                         raise _failed(node, f"answered with more than {ANSWER_BYTES} bytes")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _failed(node, f"could not be asked ({type(error).__name__})") from error
+            raise _failed(node, f"could not be reached ({type(error).__name__})") from error
         return response.status, bytes(answer)
 
 

@@ -123,7 +123,7 @@ class NodeWatches:
             if now > stream.deadline:
                 stream.give_up(ServiceError("timeout", "the node did not end the request at its deadline"))
             elif silence > self._silence or (first and not stream.has_token):
-                stream.give_up(node_failed(f"node {watch.node_id} has fallen silent"))
+                stream.give_up(node_failed(f"node {watch.node_id} does not answer any more"))
 
     async def _others_serve(self) -> bool:
         nodes = await self._state.table()

@@ -38,7 +38,7 @@ async def collect(generations: Sequence[Generation]) -> list[Outcome]:
             else:
                 logprobs[index] += event.logprobs
     if len(ends) != len(generations):
-        raise ServiceError("node_failed", "the node ended without an outcome")
+        raise ServiceError("node_failed", "the node's stream ended without a result")
     return [
         Outcome("".join(pieces[index]), logprobs[index], ends[index], generation.prompt_logprobs)
         for index, generation in enumerate(generations)
@@ -132,7 +132,7 @@ def invoke_failure(error: ServiceError, request_id: str) -> bytes:
 def _done_event(generations: Sequence[Generation]) -> schema.DoneEvent:
     ends = [generation.done for generation in generations if generation.done is not None]
     if len(ends) < len(generations):
-        raise ServiceError("node_failed", "the node ended without an outcome")
+        raise ServiceError("node_failed", "the node's stream ended without a result")
     outputs = [
         schema.FinishedOutput(cast(schema.FinishReason, done.finish_reason), stop_reason=done.stop_reason)
         for done in ends

@@ -96,7 +96,9 @@ class Callers:
         if stated is None:
             if caller.tenant is None:
                 raise ServiceError(
-                    "invalid_request", f"an admin key names a tenant in the header {TENANT_HEADER}", param=TENANT_HEADER
+                    "invalid_request",
+                    f"with an admin key, name the tenant in the header {TENANT_HEADER}",
+                    param=TENANT_HEADER,
                 )
             return caller.tenant
         if stated == caller.tenant:

@@ -70,7 +70,9 @@ class NameWatch:
                 away = False
             except StoreUnavailable as error:
                 if not away:
-                    log.warning("the registry's epoch can't be read: names are looked up every second: %s", error)
+                    log.warning(
+                        "the registry's epoch can't be read; cached records are read again every second: %s", error
+                    )
                 away = True
             await asyncio.sleep(max(0.0, POLL_SHARE * self._seconds - (self._clock() - began)))
 

@@ -44,7 +44,9 @@ class Rebuilds:
             with working_for(tenant):
                 problem = await self._threads.run(partial(self._registry.make_artifact, tenant, name, version))
             if problem:
-                log.warning("version %d of %s/%s: its artifact is made again: it %s", version, tenant, name, problem)
+                log.warning(
+                    "the artifact of version %d of %s/%s is built again, because it %s", version, tenant, name, problem
+                )
         except AdapterError as error:
             log.warning("version %d of %s/%s can't be loaded: %s", version, tenant, name, error)
         except Exception:  # nobody awaits this task

@@ -124,7 +124,7 @@ class StoreThreads:
         except TimeoutError:
             raise self._late() from None
         except NoThread as error:
-            raise StoreUnavailable(f"the registry was not asked: {error}") from error
+            raise StoreUnavailable(f"the registry was not read: {error}") from error
 
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns the result of a write. The write continues if the caller is cancelled, in its place, so its temporary

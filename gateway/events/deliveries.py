@@ -97,7 +97,7 @@ class Deliveries:
 
     async def _call(self, event: EventRecord, destination: str) -> None:
         if event.depth >= MAX_DEPTH:
-            raise NotDelivered(f"{MAX_DEPTH} events led to this one already", for_good=True)
+            raise NotDelivered(f"the event is the last of a chain of {MAX_DEPTH}, the maximum", for_good=True)
         function, _, qualifier = destination.partition(":")
         policy = await self._policy_of(event.tenant, function, qualifier or None)
         called = accepted(

@@ -122,7 +122,7 @@ class Events:
 
         def change(event: EventRecord, now: float) -> EventRecord:
             if event.state in ENDED and event.state != "cancelled":
-                raise Conflict(f"it has ended already: {event.state}")
+                raise Conflict(f"the invocation has already ended: it is {event.state}")
             return event if event.state == "cancelled" else cancelled(event, now)
 
         event = await self._change(tenant, event_id, change)
@@ -164,7 +164,7 @@ class Events:
     async def _redrive(self, tenant: str, event_id: str) -> EventRecord:
         def change(event: EventRecord, now: float) -> EventRecord:
             if event.state not in DEAD_STATES:
-                raise Conflict(f"it is no dead letter: {event.state}")
+                raise Conflict(f"the invocation is not a dead letter: it is {event.state}")
             return redriven(event, now)
 
         event = await self._change(tenant, event_id, change)
@@ -200,7 +200,7 @@ class Events:
             event = change(stored.record, await self.clock.now())
             if event is stored.record or await self.threads.write(self.store.change, stored, event) is not None:
                 return event
-        raise StoreUnavailable(f"invocation {event_id} is changed by too many at once")
+        raise StoreUnavailable(f"invocation {event_id} is changed by too many processes at once; try again")
 
     def _list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
         markers: list[Marker] = []

@@ -138,6 +138,9 @@ class CallQuota:
             count.new_bytes -= added_bytes
             count.counted_at = monotonic()
         except StoreUnavailable as error:
-            log.warning("stored calls can't be counted", extra={"tenant": tenant, "why": str(error)})
+            log.warning(
+                "a tenant's stored calls can't be counted; the last count stays in use",
+                extra={"tenant": tenant, "why": str(error)},
+            )
         finally:
             count.counting = None

@@ -99,7 +99,10 @@ class Worker:
         try:
             await self._events.threads.write(self._events.store.retire, self.name)
         except StoreUnavailable as error:
-            log.warning("a worker of events leaves without a word", extra={"why": str(error)})
+            log.warning(
+                "an event worker stops without releasing its lease: the registry can't be written",
+                extra={"why": str(error)},
+            )
 
     async def _beats(self) -> None:
         while True:
@@ -110,7 +113,7 @@ class Worker:
                 await self._cancel_lost_executions()
                 await events.threads.write(release, events.store, self._lost_here)
             except StoreUnavailable as error:
-                log.warning("a worker of events can't say that it lives", extra={"why": str(error)})
+                log.warning("an event worker's heartbeat can't be written", extra={"why": str(error)})
             await asyncio.sleep(BEAT_S)
 
     def _lost_here(self, holder: str, event_id: str) -> bool:
@@ -149,7 +152,7 @@ class Worker:
             await events.threads.write(events.store.change, stored, expired(stored.record, now))
             return None
         if monotonic() - self._beat_at > WORKER_LEASE_S / 2:  # the leader may regard this worker as dead
-            raise StoreUnavailable("it has not taken this worker's word for too long")
+            raise StoreUnavailable("this worker's last heartbeat is too old to run an event")
         if not await self._can_run():  # otherwise each event would use up its attempts in a few seconds
             raise NoCapacity
         claim = await events.threads.write(events.store.change, stored, claimed(stored.record, self.name, now))

@@ -138,4 +138,8 @@ def _log_failure(error: Exception, reply: _Reply, scope: Scope) -> None:
             "a request failed, since this process is short of %s", missing, extra={"request_id": reply.request_id}
         )
     elif reply.status:
-        log.warning("reply broke off: %s", error, extra={"request_id": reply.request_id, "route": _route(scope)})
+        log.warning(
+            "a reply ended before its last byte: %s",
+            error,
+            extra={"request_id": reply.request_id, "route": _route(scope)},
+        )

@@ -81,7 +81,7 @@ class EventStream:
                 if not wire.is_started:
                     raise
                 if is_unexpected(error):
-                    log.error("stream failed", exc_info=error)
+                    log.error("an event stream failed", exc_info=error)
                 last = self.failure(to_service_error(error), request_id)
             finally:
                 beating.cancel()

@@ -26,7 +26,7 @@ def known_only(request: Request, *names: str) -> None:
         if name not in names:
             raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, names)}")
         if name in present:
-            raise invalid(name, f"the query parameter {name} is there more than once")
+            raise invalid(name, f"the query parameter {name} occurs more than once")
         present.add(name)
 
 

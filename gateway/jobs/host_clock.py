@@ -44,12 +44,12 @@ class HostClock:
         if not self._has_changed(ahead):
             return
         if abs(ahead) <= CLOCK_SECONDS:
-            log.warning("this host's clock is no longer off: it is %+.0f s from the registry's", ahead)
+            log.warning("this host's clock agrees with the registry's again: it differs by %+.0f s", ahead)
             self._logged = 0.0
             return
         log.warning(
-            "this host's clock is %+.0f s from the registry's: usage is counted in other hours, and receivers may "
-            "refuse webhooks for their webhook-timestamp",
+            "this host's clock differs by %+.0f s from the registry's: usage is counted in wrong hours, and receivers "
+            "may refuse webhooks for their webhook-timestamp",
             ahead,
         )
         self._logged = ahead

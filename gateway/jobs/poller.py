@@ -100,7 +100,7 @@ class Poller(Generic[R]):
             try:
                 pause = await self._round()
             except StoreUnavailable as error:
-                log.warning("%ss can't be looked for", self._kind, extra={"why": str(error)})
+                log.warning("due %ss can't be listed", self._kind, extra={"why": str(error)})
                 pause = self._idle_s
             await self._rest(pause)
 
@@ -187,7 +187,7 @@ class Poller(Generic[R]):
                 with working_for(marker.tenant):
                     self._record_outcome(marker, await self._handle(stored))
         except StoreUnavailable as error:  # its marker remains, so the job is found again
-            log.warning("a job waits for the store", extra={"job": marker.id, "why": str(error)})
+            log.warning("a job waits: the registry is unavailable", extra={"job": marker.id, "why": str(error)})
             self._back_off()
         except NoCapacity:
             self._back_off()

@@ -91,7 +91,9 @@ class Leader:
                 lease = await self._leases.take(LEASE, self.name, self._lease_seconds)
         except (RedisAway, StoreUnavailable, TimeoutError) as error:
             if not self._failing:
-                log.warning("the leader's lease can't be reached", extra={"why": str(error) or "no answer in time"})
+                log.warning(
+                    "the leader's lease can't be read or renewed", extra={"why": str(error) or "no answer in time"}
+                )
             self._failing = True
             self._metrics.count_beat("failed")
         else:

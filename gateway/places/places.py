@@ -102,7 +102,7 @@ class Places:
             self._take(owner)
             return
         if owner != SERVICE and len(self._waiting.get(owner, ())) >= self.pool.waiting:
-            raise self._refused(f"{self.pool.waiting} of your {self.pool.work} wait already")
+            raise self._refused(f"{self.pool.waiting} of your {self.pool.work} are already waiting")
         try:
             async with asyncio.timeout(wait_s):
                 await self._wait_for_turn(owner)

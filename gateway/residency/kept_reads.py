@@ -23,5 +23,5 @@ class KeptReads:
             self._failing = False
         except (StoreUnavailable, CorruptRecord) as error:
             if not self._failing:
-                log.warning(f"{self._what} can't be read; those that are known go on", extra={"why": str(error)})
+                log.warning(f"{self._what} can't be read; the last ones read stay in effect", extra={"why": str(error)})
             self._failing = True

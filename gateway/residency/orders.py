@@ -128,6 +128,8 @@ class ResidencyOrders:
         self._latest_sent.pop(node.id, None)
         if node.id not in self._failing:
             why = str(error) or "no answer in time"
-            log.warning("a node could not be told which adapters are wanted", extra={"node": node.id, "why": why})
+            log.warning(
+                "the order to have adapters ready could not be sent to a node", extra={"node": node.id, "why": why}
+            )
         self._failing.pop(node.id, None)
         self._failing[node.id] = None

@@ -89,7 +89,10 @@ class RemoteTrainer:
             try:
                 answer = self.helper.ask(job, ANSWER_SECONDS)
             except (HelperEnded, OSError) as error:
-                log.warning("the network's training begins again", extra={"why": str(error) or "no answer in time"})
+                log.warning(
+                    "the forecasting network is trained from the start again: its process ended",
+                    extra={"why": str(error) or "no answer in time"},
+                )
             else:
                 self._take(msgspec.msgpack.decode(answer, type=Weights))
         self.helper.end()

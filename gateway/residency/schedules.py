@@ -87,7 +87,9 @@ class WarmSchedules:
             try:
                 is_open, until = window_state(window, now)
             except CronProblem as problem:  # stored by a newer release
-                log.warning("a warm window is not understood", extra={"function": key, "why": str(problem)})
+                log.warning(
+                    "a warm window is invalid and is ignored for an hour", extra={"function": key, "why": str(problem)}
+                )
                 is_open, until = False, now + 3600.0
             self._states[window] = (is_open, until)
         return is_open

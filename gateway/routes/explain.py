@@ -34,5 +34,5 @@ async def explain(request: Request, calls: Calls, caller: Caller) -> Response:
     reply = await calls.peers.explain(id, tenant)
     if reply is None:
         # The reply is the same for another tenant's call.
-        raise NotFound(f"no call {id[:100]!r} is remembered; the latest few thousand are")
+        raise NotFound(f"call {id[:100]!r} is not known: only the latest few thousand calls are kept")
     return json_response(msgspec.json.decode(reply, type=ExplainReply))

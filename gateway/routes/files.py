@@ -68,7 +68,7 @@ async def list_files(request: Request, calls: Calls, tenant: str) -> Response:
         request.query_params.get("purpose"),
     )
     if purpose not in (None, *PURPOSES):
-        raise invalid("purpose", f"purpose is one of {', '.join(PURPOSES)}")
+        raise invalid("purpose", f"purpose must be one of {', '.join(PURPOSES)}")
     files = calls.batches.files
     ids = page.ids(await calls.threads.read(files.ids, tenant))
     records = await calls.threads.read(files.records, tenant, ids if purpose else ids[: page.limit + 1])

@@ -124,7 +124,7 @@ async def list_functions(request: Request, catalog: Catalog, tenant: str) -> Res
     limit = integer(request, "limit", 100, 1, MAX_PAGE)
     after = request.query_params.get("after", "")
     if after and not is_name(after):
-        raise invalid("after", "after is the `next` of the page before")
+        raise invalid("after", "after must be the `next` of the previous page")
     records, following = await catalog.threads.read(catalog.registry.functions, tenant, after, limit)
     nodes = await catalog.cluster.nodes()
     items = [

@@ -68,7 +68,7 @@ def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
     """Returns whether the call is asynchronous. Raises ServiceError for options that contradict that."""
     stated = request.headers.get(TYPE_HEADER, "")
     if stated.lower() not in ("", "event", "requestresponse"):
-        raise invalid(TYPE_HEADER, "it must be Event or RequestResponse")
+        raise invalid(TYPE_HEADER, f"{TYPE_HEADER} must be Event or RequestResponse")
     event = call.background or stated.lower() == "event"
     if event and call.stream:
         raise invalid("stream", "an asynchronous call has no stream")
@@ -82,7 +82,7 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     name, colon, qualifier = request.path_params["target"].partition(":")
     stated = request.query_params.get("qualifier")
     if colon and stated is not None and stated != qualifier:
-        raise invalid("qualifier", "the path names another qualifier")
+        raise invalid("qualifier", "qualifier must equal the qualifier in the path, or be absent")
     if colon:
         return name, qualifier or ":"  # an empty qualifier is invalid, unlike a missing one
     return name, stated

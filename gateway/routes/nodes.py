@@ -175,11 +175,11 @@ async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
     try:
         await take_news(nodes, report, urlsplit(node.url).hostname or "")
     except BadRecord as error:
-        raise ServiceError("node_failed", f"node {node.id} says something that can't be: {error}") from error
+        raise ServiceError("node_failed", f"node {node.id} sent an impossible record: {error}") from error
     for view in await nodes.cluster.nodes():
         if view.record.id == node.id:
             return json_response(_item(nodes, view))
-    raise ServiceError("node_failed", f"node {node.id} has fallen silent")
+    raise ServiceError("node_failed", f"node {node.id} does not answer any more")
 
 
 async def _node(nodes: Nodes, request: Request) -> NodeRecord:
@@ -205,7 +205,7 @@ async def _adapter_named(nodes: Nodes, request: Request, ref: AdapterRef) -> Ada
     registry, read = nodes.registry, nodes.threads.read
     if ref.digest is not None:
         if not registry.base.has_artifacts:
-            raise invalid("digest", "this base model's adapters are known by functions alone: send `function` instead")
+            raise invalid("digest", "adapters of this base model have no digest here: send `function` instead")
         key = artifact_key(registry.base.fingerprint, ref.digest)  # the message type has checked that it is hexadecimal
         info = await read(registry.store.head, key)
         if info is None:

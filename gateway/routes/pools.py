@@ -106,7 +106,7 @@ async def lease_autoscaler(request: Request, nodes: Nodes) -> Response:
             lease = await nodes.leases.get(AUTOSCALER)
     except RedisAway as error:
         raise ServiceError(
-            "unavailable", "the lease can't be had while the cluster state is away", retry_after=RETRY_AFTER
+            "unavailable", "the lease can't be acquired while the cluster state is unavailable", retry_after=RETRY_AFTER
         ) from error
     return json_response(LeaseReply(holder=lease.holder or None, seconds=round(lease.seconds, 3)))
 

@@ -145,7 +145,7 @@ def _groups(request: Request) -> list[Group]:
     for group in groups:
         if group not in get_args(Group):
             shown = ", ".join(GROUPS)
-            raise invalid("group_by", f"group_by is a list of {shown}, by commas")
+            raise invalid("group_by", f"group_by must be a comma-separated list of {shown}")
     return [group for group in GROUPS if group in groups]
 
 

@@ -142,9 +142,11 @@ class Widening:
         self._inaccurate_since = {node: self._inaccurate_since.get(node, now) for node in off}
         widened = frozenset(node for node, since in self._inaccurate_since.items() if now - since >= PATIENCE_S)
         for node in widened - self._widened:
-            log.warning("forecasts of node %s are off: they refuse nobody until they are right again", node)
+            log.warning(
+                "forecasts of node %s are inaccurate: they refuse no requests until they are accurate again", node
+            )
         for node in self._widened - widened:
-            log.info("forecasts of node %s count again", node)
+            log.info("forecasts of node %s are accurate again: they may refuse requests", node)
         self._widened = widened
 
     def widened(self, nodes: NodeTable, candidates: np.ndarray) -> np.ndarray:

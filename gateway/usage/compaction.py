@@ -205,5 +205,5 @@ def _readable(decode: Callable[[], T]) -> T | None:
     try:
         return decode()
     except StoreUnavailable as error:
-        log.error("usage is not merged", extra={"why": str(error)})
+        log.error("usage objects can't be merged", extra={"why": str(error)})
         return None

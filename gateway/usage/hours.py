@@ -17,5 +17,5 @@ def hour_start(name: str) -> int:
     """Returns the Unix time at which the hour begins. Raises ValueError if `name` is no hour's name."""
     start = datetime.strptime(name, FORMAT).replace(tzinfo=UTC)
     if start.strftime(FORMAT) != name:
-        raise ValueError(f"{name!r} is no hour")
+        raise ValueError(f"{name!r} is not an hour")
     return int(start.timestamp())

@@ -126,7 +126,7 @@ class Journal:
         try:
             written = os.write(self._log, data)
             if written != len(data):
-                raise OSError("the disk took a part of a line only")
+                raise OSError("only a part of the line was written to the disk")
         except OSError:
             os.ftruncate(self._log, self.size)  # an incomplete line would make later ones unreadable
             raise
@@ -234,7 +234,7 @@ def _lines(file: Path) -> Iterator[Line]:
         except msgspec.DecodeError as error:
             if any(_readable(later) for later in pieces[number + 1 :]):
                 raise _broken(file, f"line {number + 1}: {error}") from None
-            log.warning("the usage journal ends in half a line, which is dropped", extra={"line": number + 1})
+            log.warning("the usage journal ends in an incomplete line, which is dropped", extra={"line": number + 1})
             return
 
 

@@ -70,7 +70,9 @@ class UsageLedger:
             self._journal.append(line)
         except OSError as error:
             if not self._unwritten:
-                log.error("the usage journal can't be written: until it can, a kill loses usage", exc_info=error)
+                log.error(
+                    "the usage journal can't be written: until it can, killing this gateway loses usage", exc_info=error
+                )
             self._unwritten = True
         sums.count(function, version, counts)
 
@@ -117,7 +119,9 @@ class UsageLedger:
         except OSError as error:
             if not is_full(error):
                 raise
-            log.error("the usage journal can't be begun: until it can, a kill loses usage", exc_info=error)
+            log.error(
+                "the usage journal can't be created: until it exists, killing this gateway loses usage", exc_info=error
+            )
             self._unwritten = True
 
     def _keep(self, sums: Sums) -> None:
@@ -144,7 +148,9 @@ class UsageLedger:
             self._unwritten = False
             await self._threads.run(partial(self._journal.write_snapshot, segment, data))
         except OSError as error:
-            log.error("the usage journal can't be begun anew; the old one goes on", exc_info=error)
+            log.error(
+                "a new segment of the usage journal can't be created; the old segment stays in use", exc_info=error
+            )
             self._unwritten = True
 
     def _snapshot(self) -> bytes:
@@ -203,4 +209,4 @@ async def _last_flush(ledger: UsageLedger) -> None:
             while not await ledger.flush() and not ledger.away:
                 pass
     except TimeoutError:
-        log.warning("usage stays in the journal: the registry did not take it in time")
+        log.warning("usage stays in the journal: it was not written to the registry in time")

@@ -104,7 +104,7 @@ class Channel(Generic[M]):
         try:
             worker, messages = self._decoder.decode(data)
         except msgspec.DecodeError as error:  # a worker of another release, during a reload
-            log.warning("a message of another gateway worker is not understood: %s", error)
+            log.warning("a message of another gateway worker can't be decoded: %s", error)
             return
         if self._link is None or worker == self._link.worker:
             return

@@ -64,7 +64,7 @@ class _WorkerValues:
 
     def _report_full(self) -> None:
         if not self._is_reported:
-            log.error("this worker's memory for metrics is full: metrics of further names are not shown")
+            log.error("this worker's memory for metrics is full: metrics with further names or labels are not shown")
         self._is_reported = True
 
 

@@ -181,7 +181,9 @@ class DiskCache:
         if self.remove(digest):
             with self._lock:
                 self.damaged += 1
-            log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
+            log.warning(
+                "an adapter in the disk cache is damaged and was removed", extra={"digest": digest, "reason": reason}
+            )
 
     def remove(self, digest: str) -> bool:
         """Removes the adapter's file. Returns False when there is none."""
@@ -204,7 +206,7 @@ class DiskCache:
             self._writing -= size
             self.failures += error is not None
         if error is not None:
-            log.warning("an adapter can't be kept on the disk", extra={"reason": error.strerror or str(error)})
+            log.warning("an adapter can't be written to the disk cache", extra={"reason": error.strerror or str(error)})
 
     def close(self) -> None:
         os.close(self._owner)
@@ -265,7 +267,9 @@ def open_cache(config: DiskCacheConfig | None, base: BaseModel) -> DiskCache | N
     try:
         return DiskCache(config, base)
     except OSError as error:
-        log.warning("adapters are not kept on the disk", extra={"path": config.path, "reason": error.strerror})
+        log.warning(
+            "the disk cache is off: its directory can't be used", extra={"path": config.path, "reason": error.strerror}
+        )
         return None
 
 

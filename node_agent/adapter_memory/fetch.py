@@ -191,7 +191,9 @@ class Fetch:
             else:
                 size = source.read_into(start, piece)
             if size != len(piece):
-                raise CorruptArtifact(f"{self.header.digest} ends at byte {start + size}")
+                raise CorruptArtifact(
+                    f"artifact {self.header.digest} ends at byte {start + size}, before its last layer"
+                )
             land(data, low + size)
 
     def _land(self, layer: int, block: memoryview, keep: bool) -> None:

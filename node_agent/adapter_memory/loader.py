@@ -136,7 +136,9 @@ class Loader:
         """Sets the order in which the copy takes layers that are in host memory. Raises ValueError unless `order` names
         each layer once."""
         if sorted(order) != list(range(len(states.layers))):
-            raise ValueError(f"an order of {len(states.layers)} layers names each of them once, not {list(order)}")
+            raise ValueError(
+                f"an order of {len(states.layers)} layers must name each of them once; it is {list(order)}"
+            )
         with self.copying.changed:
             states.order = tuple(order)
 

@@ -65,7 +65,7 @@ def evict(store: Tiers, digest: str) -> bool:
     """
     entry, host = store.device.get(digest), store.hosts.get(digest)
     if entry is not None and not entry.idle:
-        raise InUse(f"{entry.leases} requests hold it" if entry.leases else "it is being loaded")
+        raise InUse(f"{entry.leases} requests use it" if entry.leases else "it is being loaded")
     if store.hosts.waiting(digest):
         raise InUse(f"{store.hosts.waiting(digest)} requests wait for it")
     if host is not None and host.in_use:

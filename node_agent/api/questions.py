@@ -24,7 +24,9 @@ class Questions:
         or the error in the answer. Also raises errors of `send`.
         """
         if len(self._open) >= MAX_OPEN:
-            raise ServiceError("overloaded", f"{MAX_OPEN} questions wait for this node's engine", retry_after=1.0)
+            raise ServiceError(
+                "overloaded", f"{MAX_OPEN} questions already wait for this node's engine", retry_after=1.0
+            )
         answering = self._open[question.id] = asyncio.get_running_loop().create_future()
         try:
             send(question)

@@ -171,7 +171,10 @@ class RequestRegistry:
                 self._send(Cancel(entry.id))
             except ServiceError as error:
                 # the link is closing: engine_gone frees the place
-                log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
+                log.warning(
+                    "a cancellation could not be sent to the engine",
+                    extra={"request": entry.id, "reason": error.message},
+                )
 
     async def ask(self, question: Question, seconds: float) -> Answer | None:
         """Asks the engine a question. Returns its answer; None if it does not answer within `seconds`. Raises
@@ -192,9 +195,9 @@ class RequestRegistry:
             raise ServiceError("unavailable", "this node serves another base model", retry_after=RETRY_AFTER)
         check_request(request, self.limits, self.ready.max_context)
         if request.id in self._in_flight:
-            raise ServiceError("conflict", f"request {request.id} is in flight already")
+            raise ServiceError("conflict", f"request {request.id} is already in flight")
         if self._full_for(request):
-            raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
+            raise ServiceError("overloaded", f"{self.queued} requests are already waiting", retry_after=RETRY_AFTER)
 
     def _full_for(self, request: GenerateRequest) -> bool:
         """Returns whether the request must be refused because the queue is full. The engine decides which request

@@ -203,4 +203,4 @@ def _log_change(before: Profile | None, after: Profile) -> None:
         "bytes_per_second": [round(profile.link.bandwidth) for profile in (before, after)],
         "layer_ms": [round(1e3 * profile.layer_seconds(TYPICAL.tokens), 3) for profile in (before, after)],
     }
-    log.info("the costs of cold calls have changed; CPU workers are judged again", extra=figures)
+    log.info("the costs of cold calls have changed; whether CPU workers help is decided again", extra=figures)

@@ -137,7 +137,7 @@ def _pass_seconds(
     def advance() -> None:
         while run.layer < layers:
             if should_yield():
-                raise Interrupted("the engine is wanted")
+                raise Interrupted("the engine has requests to serve")
             run.advance(min(run.layer + stretch, layers))
 
     try:

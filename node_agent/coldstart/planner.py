@@ -189,7 +189,7 @@ def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS, bounds: Bounds =
     plain = plans.best([name for name in allowed if name != "assist"])
     assist = plans.best(["assist"]) if "assist" in allowed else None
     if plain is None and assist is None:
-        raise ValueError(f"none of {allowed} is possible here")
+        raise ValueError(f"none of the plans {allowed} is possible for this prompt")
     if assist is not None and (plain is None or plans.replaces(assist, plain)):
         return plans.choice(assist)
     assert plain is not None

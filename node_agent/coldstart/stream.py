@@ -128,7 +128,7 @@ class StreamPool(WorkerPool):
                 if one.failed:
                     raise BrokenHandoff("the CPU workers' answer did not reach the device in time")
                 if not torch.equal(self.memory.x(one.slot, tokens, width), x):
-                    raise BrokenHandoff(f"{tokens} rows reached the CPU workers changed")
+                    raise BrokenHandoff(f"{tokens} rows differ from those that were sent to the CPU workers")
                 self.poll()
         finally:
             self.disarm()

@@ -338,7 +338,7 @@ class WorkerManager:
         if profile.cpu is not None and isinstance(pool, StreamPool) and is_new:
             profile = prepare_handoffs(self.engine.runner, self.engine.blocks, profile)
         if profile.cpu is None:
-            log.warning("cold starts go without CPU workers: none answered while they were measured")
+            log.warning("cold starts use no CPU workers: none answered while they were measured")
             starts.decision = WorkersDecision(0, "none answered while they were measured")
             self._end_workers()
             pool.close()
@@ -366,6 +366,6 @@ class WorkerManager:
     def _report(self) -> None:
         decision = self.starts.decision
         log.info(
-            "CPU workers",
+            "CPU workers are decided",
             extra={"workers": decision.count, "reason": decision.reason, "milliseconds": dict(decision.figures)},
         )

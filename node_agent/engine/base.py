@@ -168,7 +168,7 @@ class EngineBase(ABC):
             self._stop_awaiting_adapter(request)
             self._begin(request)
         for entry in admission.refused:
-            log.warning("refused %s: %s %s", entry.request.id, entry.message, entry.cause)
+            log.warning("request %s is refused: %s %s", entry.request.id, entry.message, entry.cause)
             self._stop_awaiting_adapter(entry.request)
             self._finish(entry.request, "error", entry.type, entry.message, damaged=entry.damaged)
 

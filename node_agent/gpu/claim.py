@@ -96,7 +96,7 @@ def _claim_first(gpus: Sequence[Gpu]) -> tuple[Gpu, socket.socket]:
         except OSError:
             claim.close()
     holders = ", ".join(f"GPU {gpu.index} by process {_holder(gpu) or 'unknown'}" for gpu in gpus)
-    raise NoGpu(f"every GPU that a node may have here is another node's: {holders}; a GPU takes one node")
+    raise NoGpu(f"all allowed GPUs are used by other nodes: {holders}; a GPU serves one node")
 
 
 def _holder(gpu: Gpu) -> int | None:

@@ -95,7 +95,7 @@ class Nvml:
             kind = NvmlAbsent if _is_one_of(self._library, error, ABSENT) else NvmlProblem
             raise kind(message, error.value) from error
         except UnicodeDecodeError as error:
-            raise NvmlProblem(f"{name}: its answer is no text") from error
+            raise NvmlProblem(f"{name}: the answer is not text") from error
         finally:
             self.calling = ""
 

@@ -20,7 +20,7 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
             return cuda_runner.open_runner(settings, load)
         except ValueError as error:  # the model's memory is free again after this block
             reason = str(error)
-        log.warning("node.runner: auto takes transformers", extra={"reason": reason})
+        log.warning("node.runner: auto uses transformers", extra={"reason": reason})
     return transformers_runner.open_runner(settings, load)
 
 

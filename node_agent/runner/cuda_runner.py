@@ -39,7 +39,7 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
     problem = check_runner(reference, runner)
     if problem is None:
         return runner
-    log.error("node.runner: cuda is not used, and transformers serves", extra={"reason": problem})
+    log.error("node.runner: transformers serves, because cuda can't be used", extra={"reason": problem})
     del reference, runner  # frees their memory, since the next runner measures what is free
     gc.collect()
     return transformers_runner.open_runner(settings, load)
@@ -104,7 +104,7 @@ class CudaRunner(CudaModel):
         if problem is not None:
             for bucket in buckets:
                 bucket.handoff_layers = []
-            log.error("prompts with handoffs are not captured, and take longer", extra={"reason": problem})
+            log.error("prompts with handoffs run without a CUDA graph, and take longer", extra={"reason": problem})
 
     def _capture_steps(self, shape: DecodeShape, open_add: OpenAdd) -> list[Bucket]:
         """Captures decode steps, and returns their buckets. Returns no bucket, and logs the reason, if memory is short
@@ -122,7 +122,7 @@ class CudaRunner(CudaModel):
             problem = f"{error}; fewer node.max_rows, or less node.kv_memory, leave more"
         if problem is None:
             return buckets
-        log.error("decode steps are not captured, and take longer", extra={"reason": problem})
+        log.error("decode steps run without a CUDA graph, and take longer", extra={"reason": problem})
         return []
 
     def _capture_prompts(self, shape: DecodeShape, open_add: OpenAdd, chunk_tokens: int) -> list[PromptBucket]:
@@ -144,7 +144,7 @@ class CudaRunner(CudaModel):
             problem = str(error)
         if problem is None:
             return buckets
-        log.error("prompts are not captured, and take longer", extra={"reason": problem})
+        log.error("prompts run without a CUDA graph, and take longer", extra={"reason": problem})
         return []
 
     def _bucket(self, batch: StepBatch) -> Bucket | None:

@@ -73,7 +73,7 @@ def choose_products(weights: Iterable[torch.Tensor], folder: Path | None = None)
     if choice is None:
         begin = time.perf_counter()
         choice = measure(sample, operator)
-        log.info("products measured", extra={"seconds": round(time.perf_counter() - begin, 2), **_extra(choice)})
+        log.info("matrix products measured", extra={"seconds": round(time.perf_counter() - begin, 2), **_extra(choice)})
         if file is not None:
             _store(choice, file)
     if not choice.packed:
@@ -186,7 +186,9 @@ def _file(sample: list[torch.Tensor], operator: ProductOperator | None, folder: 
     try:
         return (folder or cache_folder()) / f"products-{key}.json"
     except RuntimeError as error:
-        log.warning("products are measured at every start", extra={"reason": str(error)})
+        log.warning(
+            "matrix products are measured at every start: the result can't be stored", extra={"reason": str(error)}
+        )
         return None
 
 
@@ -198,7 +200,9 @@ def _stored(file: Path) -> Measured | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("stored products can't be read", extra={"file": str(file), "reason": str(error)})
+        log.warning(
+            "stored measurements of matrix products can't be read", extra={"file": str(file), "reason": str(error)}
+        )
         return None
 
 
@@ -206,7 +210,10 @@ def _store(measured: Measured, file: Path) -> None:
     try:
         write_json(measured, file)
     except OSError as error:
-        log.warning("products are measured at every start", extra={"file": str(file), "reason": str(error)})
+        log.warning(
+            "matrix products are measured at every start: the result can't be stored",
+            extra={"file": str(file), "reason": str(error)},
+        )
 
 
 def _extra(choice: Measured) -> dict[str, object]:

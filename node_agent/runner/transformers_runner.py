@@ -137,7 +137,7 @@ class TransformersPass:
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns logits [n, V] of the tokens rows i64[n], in the model's dtype."""
         if self.layer != self.runner.num_layers:
-            raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
+            raise RuntimeError(f"logits were requested after {self.layer} of {self.runner.num_layers} layers")
         model = self.runner.model
         logits: torch.Tensor
         if rows.shape[0]:

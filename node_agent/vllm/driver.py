@@ -293,7 +293,7 @@ class Driver:
     async def _remove(self, number: int) -> None:
         try:
             if not await self._engine.result(0).remove_lora(number):
-                log.warning("vLLM held no adapter of that number", extra={"number": number})
+                log.warning("vLLM had not loaded the adapter that was to be removed", extra={"number": number})
         except Exception as error:
             self._put(EngineDied(str(error)))
 

@@ -329,7 +329,7 @@ class FetchJob:
                 raise NotFound(f"the adapter's file {sha256[:12]} is missing from the registry")
             sizes.append(info.size)
         if sizes[0] > MAX_CONFIG_BYTES:
-            raise CorruptArtifact(f"{CONFIG} has {sizes[0]} bytes")
+            raise CorruptArtifact(f"{CONFIG} has {sizes[0]} bytes; at most {MAX_CONFIG_BYTES} are allowed")
         self._weights_bytes = sizes[1]
         self.load.size = sum(sizes)
         return None

@@ -53,7 +53,7 @@ async def check_rows(engine: AsyncEngine, types: VllmTypes, vocab_size: int, tol
     )
     if shift > tolerance:
         raise RowsMixed(
-            "this vLLM gives the base model other tokens beside adapters than alone (its log probabilities differ by "
+            "this vLLM gives the base model other tokens next to adapters than alone (its log probabilities differ by "
             f"{shift:.3g}, above {tolerance:g}): requests would get other requests' adapters; use another version of "
             "vLLM (docs/operate/engines.md)"
         )

@@ -240,7 +240,7 @@ class SlotStore:
     def evict(self, digest: str) -> bool:
         slot, folder = self.device.get(digest), self.hosts.get(digest)
         if slot is not None and not slot.idle:
-            raise InUse(f"{slot.leases} requests hold it" if slot.leases else "it is being loaded")
+            raise InUse(f"{slot.leases} requests use it" if slot.leases else "it is being loaded")
         if self.hosts.waiting(digest):
             raise InUse(f"{self.hosts.waiting(digest)} requests wait for it")
         if folder is not None and folder.in_use:

@@ -53,4 +53,4 @@ class Watch:
         for rank, adapters in enumerate(workers):
             if adapters["slots"] != expected or adapters["host"] != expected:
                 extra = {"rank": rank, "expected": expected, "slots": adapters["slots"], "host": adapters["host"]}
-                log.error("a worker of vLLM holds other adapters than the node's books say", extra=extra)
+                log.error("a worker of vLLM has loaded other adapters than the node has recorded", extra=extra)

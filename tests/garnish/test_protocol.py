@@ -95,7 +95,7 @@ def test_error_replies() -> None:
     assert (error.status, error.type, error.retry_after, str(error)) == (429, "overloaded", 3.0, "overloaded: full")
     foreign = error_of(answer(502, text="<html>"), HERE)
     assert str(foreign).startswith("internal: http://here:1 answered 502, but not as a Garnish service does")
-    with pytest.raises(GarnishError, match="not understood"):
+    with pytest.raises(GarnishError, match="can't be decoded"):
         parse(answer(200, text="{"), FunctionList, HERE)
 
 

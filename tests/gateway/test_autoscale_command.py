@@ -54,7 +54,7 @@ def test_a_lease_that_cannot_be_prolonged_runs_out(
         assert keeper.trouble() is None
         gateway.stack.close()
         until(lambda: keeper.trouble() is not None)
-        assert "the lease can't be had: unreachable" in str(keeper.trouble())
+        assert "the lease can't be acquired: unreachable" in str(keeper.trouble())
 
 
 def test_the_picture_counts_as_the_driver_does(gateway: Running, state: Path) -> None:
@@ -111,7 +111,7 @@ def test_without_a_gateway_it_holds(tmp_path: Path, once: Once) -> None:
     )
     done = once(tmp_path)
     assert done.returncode == 1
-    assert done.stdout.startswith("here: held: the lease can't be had: unreachable")
+    assert done.stdout.startswith("here: held: the lease can't be acquired: unreachable")
 
 
 def test_a_file_without_pools_is_refused(state: Path, once: Once) -> None:

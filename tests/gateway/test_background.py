@@ -31,7 +31,7 @@ from gateway.workers.pool_loads import PoolLoads
 from gateway.workers.windows import Windows
 
 PATIENCE = 20.0
-LOGGED = "a background task failed; it begins anew"
+LOGGED = "a background task failed; it is started again"
 
 
 class Surprise(Exception):

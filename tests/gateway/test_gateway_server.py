@@ -218,7 +218,7 @@ def test_a_clock_that_is_set_while_it_runs(config: GatewayConfig, tmp_path: Path
         forward.touch()
         until(lambda: "clock is +21600 s from the registry" in log.read_text())
         forward.unlink()
-        until(lambda: "no longer off" in log.read_text())
+        until(lambda: "agrees with the registry's again" in log.read_text())
         child.send_signal(signal.SIGTERM)
         assert child.wait(30) == 0
     assert log.read_text().count("from the registry") == 2

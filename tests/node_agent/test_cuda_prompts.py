@@ -245,7 +245,7 @@ def test_prompts_that_differ_are_not_captured(
 
     monkeypatch.setattr(PromptBucket, "enqueue", wrong)
     engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
-    (record,) = [record for record in caplog.records if "prompts are not captured" in record.message]
+    (record,) = [record for record in caplog.records if "prompts run without a CUDA graph" in record.message]
     assert "a prompt in a bucket of 64 tokens and 4 rows: logits" in record.reason
     runner = engine.engine.runner
     assert isinstance(runner, CudaRunner) and not runner.prompts and runner.buckets

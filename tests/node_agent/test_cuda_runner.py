@@ -155,7 +155,7 @@ def test_a_runner_that_computes_other_numbers_is_not_used(
     opened = open_runner(settings_of(stories_dir), load)
     assert isinstance(opened, TransformersRunner) and len(first) == 2
     assert opened.num_blocks == 128
-    (record,) = [r for r in caplog.records if "cuda is not used, and transformers serves" in r.message]
+    (record,) = [r for r in caplog.records if "transformers serves, because cuda can't be used" in r.message]
     assert record.levelname == "ERROR" and "apart" in record.reason
 
 
@@ -192,7 +192,7 @@ def test_a_kernel_that_a_gpu_can_not_have_is_named(
 
     monkeypatch.setattr(Decoder, "advance", fail)
     assert isinstance(find_runner("cuda")(settings_of(stories_dir)), TransformersRunner)
-    (record,) = [r for r in caplog.records if "cuda is not used, and transformers serves" in r.message]
+    (record,) = [r for r in caplog.records if "transformers serves, because cuda can't be used" in r.message]
     assert record.levelname == "ERROR" and f"can't be compiled for this GPU: {type(error).__name__}" in record.reason
 
 
@@ -216,7 +216,7 @@ def test_captured_steps_that_differ_are_not_used(
 
     monkeypatch.setattr(cuda_runner, "open_stream", lambda _: Broken())
     engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
-    assert any("decode steps are not captured" in record.message for record in caplog.records)
+    assert any("decode steps run without a CUDA graph" in record.message for record in caplog.records)
     done = engine.submit([1, 20, 21], 4)
     engine.run()
     assert len(engine.outcomes[done].tokens) == 4
@@ -241,7 +241,7 @@ def test_a_device_too_small_for_captured_steps_serves_without(
     wanted = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
     monkeypatch.setattr(cuda_runner, "open_stream", lambda _: SmallDevice("CUDA error: out of memory"))
     engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
-    (record,) = [record for record in caplog.records if "decode steps are not captured" in record.message]
+    (record,) = [record for record in caplog.records if "decode steps run without a CUDA graph" in record.message]
     assert "fewer node.max_rows" in record.reason
     runner = engine.engine.runner
     assert isinstance(runner, CudaRunner) and not runner.buckets and not runner.prompts and not runner.feeds
@@ -279,5 +279,5 @@ def test_auto_takes_the_gpus_runner_for_models_that_it_computes(
     monkeypatch.setattr(auto_runner, "is_gpu", lambda _: True)
     assert isinstance(find_runner("auto")(settings_of(stories_dir)), CudaRunner)
     assert isinstance(find_runner("auto")(settings_of(gelu)), TransformersRunner)
-    (record,) = [record for record in caplog.records if "auto takes transformers" in record.message]
+    (record,) = [record for record in caplog.records if "auto uses transformers" in record.message]
     assert "cuda computes silu, not the model's gelu" in record.reason

@@ -264,10 +264,10 @@ def test_an_adapter_in_use_is_not_evicted(
     assert "1 requests wait" in refused()
     engine.engine.cancel(busy)
     engine.run(until=lambda: request in engine.engine.running)
-    assert "1 requests hold it" in refused()
+    assert "1 requests use it" in refused()
     turnstile.open_all()
     engine.run(until=lambda: len(engine.outcomes[request].tokens) > 1)
-    assert "1 requests hold it" in refused()
+    assert "1 requests use it" in refused()
     engine.run()
     assert len(engine.outcomes[request].tokens) == 8
     assert engine.ask(Evict("e", adapter.digest)).tier == "absent"

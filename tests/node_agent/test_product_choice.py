@@ -91,7 +91,10 @@ def test_a_user_without_a_home_directory_has_a_choice_that_is_not_kept(
 
     monkeypatch.setattr(Path, "home", no_home)
     assert choose_products(weights()) is not None
-    assert any(record.message == "products are measured at every start" for record in caplog.records)
+    assert any(
+        record.message == "matrix products are measured at every start: the result can't be stored"
+        for record in caplog.records
+    )
 
 
 def test_a_choice_of_packed_weights_is_not_taken_where_they_can_not_be_had(

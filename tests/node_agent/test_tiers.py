@@ -130,7 +130,7 @@ def test_the_copy_takes_layers_in_the_order_it_is_told(
         assert_views(store, held, layer)
     until(store, lambda: store.loaded(held))
     assert_contents(store, world, held)
-    with pytest.raises(ValueError, match="names each of them once"):
+    with pytest.raises(ValueError, match="must name each of them once"):
         store.set_order(held, [0, 1, 2, 3, 3])
     store.release(held, [])
 

@@ -79,5 +79,5 @@ def test_nothing_of_vllm_outlives_the_engine_process(make_vllm: MakeVllm, adapte
 
 
 def test_a_vllm_that_mixes_rows_is_refused(make_vllm: MakeVllm) -> None:
-    with pytest.raises(RuntimeError, match="other tokens beside adapters"), make_vllm(module="tests.vllm.unmended"):
+    with pytest.raises(RuntimeError, match="other tokens next to adapters"), make_vllm(module="tests.vllm.unmended"):
         pass

@@ -46,5 +46,5 @@ def test_submits_watches_and_gets(
     calls.write_text("{}\n")
     code, out, err = garnish("submit", str(calls), "--watch")
     assert code == 1
-    assert "line 1: the line is no call" in err
+    assert "line 1: the line is not a call" in err
     assert garnish("submit", str(tmp_path / "none.jsonl"))[0] == 1

@@ -77,7 +77,7 @@ def test_waits_are_bounded_in_number_and_time() -> None:
         with shared.hold_now("a"):
             waiter = asyncio.create_task(shared.acquire("a"))
             await asyncio.sleep(0)
-            with pytest.raises(ServiceError, match="1 of your cakes wait already") as refused:
+            with pytest.raises(ServiceError, match="1 of your cakes are already waiting") as refused:
                 await shared.acquire("a")
             assert (refused.value.type, refused.value.retry_after) == ("overloaded", 2.0)
             waiter.cancel()

@@ -163,5 +163,5 @@ def test_the_command_shows_it(gateway: Running, command_line: CommandLine, tmp_p
     _, ttft, share, mine, step, total = (float(number) for number in words.groups())
     assert mine == pytest.approx(ttft * share, rel=0.02) and total == pytest.approx(mine + step, rel=0.02)
     unknown = garnish("another")
-    assert unknown.returncode == 1 and "no call 'another' is remembered" in unknown.stderr
+    assert unknown.returncode == 1 and "call 'another' is not known" in unknown.stderr
     assert garnish("mine", "--admin", "--tenant", "acme").returncode == 2

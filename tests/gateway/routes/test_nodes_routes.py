@@ -168,11 +168,11 @@ def test_an_adapter_in_use_is_not_evicted(running: Running, pirate: dict) -> Non
     node = operated(running)
     admin = running.client("admin", **{"x-garnish-tenant": running.tenants["acme"]})
     digest = running.client().post("/deploy/f", files=pirate).json()["digest"]
-    refusal = {"error": {"type": "conflict", "message": "adapter dddd is in use: 1 requests hold it"}}
+    refusal = {"error": {"type": "conflict", "message": "adapter dddd is in use: 1 requests use it"}}
     node.answers["/adapters/evict"] = 409, msgspec.json.encode(refusal)
     reply = admin.post("/nodes/n1/evict", json={"function": "f"})
     assert error_of(reply) == (409, "conflict")
-    assert "1 requests hold it" in reply.json()["error"]["message"]
+    assert "1 requests use it" in reply.json()["error"]["message"]
     node.answer("/adapters/evict", Moved(DIGEST, "absent"))
     reply = admin.post("/nodes/n1/evict", json={"digest": DIGEST})  # need not be in the registry any more
     assert reply.json() == {"node": "n1", "digest": DIGEST, "tier": "absent"}

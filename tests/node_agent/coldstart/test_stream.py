@@ -322,5 +322,5 @@ def test_the_check_before_use(pool: StreamPool, monkeypatch: pytest.MonkeyPatch)
     cost = measure_handoff(pool, CPU, 1)
     assert cost.latency >= 0 and cost.bandwidth > 0
     monkeypatch.setattr(pool, "kernels", Wrong())
-    with pytest.raises(BrokenHandoff, match="reached the CPU workers changed"):
+    with pytest.raises(BrokenHandoff, match="differ from those that were sent to the CPU workers"):
         pool.check()

@@ -68,7 +68,7 @@ def test_a_claim_ends_with_its_process(three: FakeNvml) -> None:
         with claimed_gpu(CONFIG) as config:
             assert config.gpu == "GPU-1"
         only = EngineConfig(model_dir="", base_id="b", registry="", devices=(0,))
-        with pytest.raises(NoGpu, match=f"GPU 0 by process {other.pid}; a GPU takes one node"), claimed_gpu(only):
+        with pytest.raises(NoGpu, match=f"GPU 0 by process {other.pid}; a GPU serves one node"), claimed_gpu(only):
             pass
         other.kill()
         other.wait()
