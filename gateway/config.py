@@ -53,7 +53,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8080
     max_lora_rank: int = 512
-    """Maximum rank of adapters of a base that only vLLM serves."""
     workers: int = 1
     """Number of worker processes. More than one need `redis` to share state."""
     redis: str | None = None

@@ -110,7 +110,6 @@ class Model(msgspec.Struct, frozen=True):
     root: str
     """Name of the function, which is `id` without the alias or version."""
     parent: str | None
-    """Id of the base model; null for the base model itself."""
     max_model_len: int
     """Maximum tokens of prompt and output together on the nodes that serve now."""
     object: Literal["model"] = "model"

@@ -168,7 +168,6 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
     replays: int = 0
     """Number of prompt chunks computed again because a CPU worker failed."""
     forecast_ms: float = 0.0
-    """Value of `exposed_ms` that the node had forecast, in milliseconds."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -214,7 +213,6 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     token_id: int | None
     logprob: Logprob | None = None
     choice: int | None = None
-    """Index of the choice; only with `n` > 1."""
     prompt_logprobs: list[PromptLogprob | None] | None = None
 
 

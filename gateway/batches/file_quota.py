@@ -33,7 +33,6 @@ class FileSizes(msgspec.Struct, frozen=True):
     counted: float
     """Time of the last count (store clock)."""
     files: dict[str, int] = {}
-    """Sizes in bytes, by id."""
 
 
 class FileQuota:

@@ -30,7 +30,6 @@ class Times:
     last_at: float | None = None
     done_at: float | None = None
     hold_wait: float = 0.0
-    """Seconds for which the call waited for a first node to start."""
     schedule: float = 0.0
     """Seconds that routing took, over all attempts."""
     forecast: float | None = None

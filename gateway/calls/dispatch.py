@@ -344,7 +344,6 @@ class Dispatcher:
     called: CalledDigests
     record_call: Callable[[str, str, Adapter], None]
     generation: Callable[[Dispatcher, Invocation, int], Generation] = Generation
-    """Factory of generations; a policy that migrates them has its own (gateway.calls.migration)."""
     running: ActiveCalls = field(default_factory=ActiveCalls)
     began: float = field(default_factory=time.monotonic)
 

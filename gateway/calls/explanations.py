@@ -26,7 +26,6 @@ class Placement(msgspec.Struct, frozen=True):
     node: str | None
     policy: str
     at: float
-    """Unix time of the decision."""
     took: float
     tries: int
     excluded: tuple[str, ...]
@@ -85,7 +84,6 @@ class ExplainReply(msgspec.Struct, frozen=True):
 
 class ExplainedPlacement(msgspec.Struct, frozen=True):
     request: str
-    """Id of the generation."""
     decision: Decision
 
 

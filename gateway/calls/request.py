@@ -60,7 +60,6 @@ class Echo(msgspec.Struct, frozen=True):
 
     text: str
     first_token: str
-    """Text of the prompt's first token, which has no log probability."""
 
 
 class Invocation(msgspec.Struct, frozen=True):

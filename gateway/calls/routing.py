@@ -34,7 +34,6 @@ class Router:
     policy: Policy
     policy_name: str
     base: str
-    """Fingerprint of the base model."""
     breakers: Breakers
     late_nodes: LateNodes
     metrics: Metrics

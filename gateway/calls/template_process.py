@@ -33,7 +33,6 @@ class Job(msgspec.Struct, frozen=True):
     special: dict[str, str]
     answer: bool = True
     seconds: float = RENDER_SECONDS
-    """Limit of processor time in seconds."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):

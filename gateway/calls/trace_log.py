@@ -17,7 +17,6 @@ log = logging.getLogger("gateway.calls")
 
 class Call(msgspec.Struct, frozen=True):
     at: float
-    """Unix time of receipt."""
     tenant: str
     digest: str
     rank: int

@@ -56,7 +56,6 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts: int = 0
     began: float = 0.0
     due: float = 0.0
-    """Unix time of the next try."""
     nonce: str = NOBODY
     problem: str | None = None
 

@@ -38,7 +38,6 @@ class Forecast(NamedTuple):
     """Forecast of all functions at one time."""
 
     chances: Mapping[str, Chances]
-    """Probabilities of a call within each horizon, by function."""
     likely: list[Likely]
     error: Mapping[str, float]
 

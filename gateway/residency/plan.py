@@ -48,7 +48,6 @@ class PrewarmTarget:
     """Adapter to have ready on some nodes."""
 
     key: str
-    """Key of the function (`tenant/name`)."""
     adapter: Adapter
     cause: Cause
     chance: float
@@ -126,7 +125,6 @@ class NodeWants:
     there."""
     room: dict[Tier, float] = field(init=False)
     kept_room: dict[Tier, float] = field(init=False)
-    """Bytes that further provisioned copies may take, by tier."""
 
     def __post_init__(self) -> None:
         self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}

@@ -64,12 +64,10 @@ class AliasReply(msgspec.Struct, frozen=True):
     weights: dict[str, float]
     since: float
     changes: int
-    """Number of times the alias was set, including the first."""
     generation: int
     history: list[AliasPast]
     """Earlier targets, the latest first."""
     warnings: list[str] = []
-    """Warnings about versions that no node had loaded yet when the alias was moved."""
 
 
 @routes.tenant(

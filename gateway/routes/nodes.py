@@ -74,7 +74,6 @@ class NodeAdapter(msgspec.Struct, frozen=True):
     """Fastest tier that contains the complete adapter; `absent`: it is being fetched from the registry."""
     bytes: int
     ranks: list[int]
-    """Ranks of its projections, without duplicates. Empty if it is on disk only."""
     in_use: int
     waiting: int
     layers: list[LayerName] | None

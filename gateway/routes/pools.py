@@ -44,7 +44,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 class Pool(Load, frozen=True, kw_only=True):
     pool: str | None
-    """Name of the pool; null for all nodes without a pool together."""
     nodes: int
     ready: int
 

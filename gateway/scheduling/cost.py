@@ -39,7 +39,6 @@ class Terms(msgspec.Struct, dict=True):
     tier: np.ndarray
     """i64[C]: fastest tier that holds the adapter (DEVICE, HOST, DISK or ABSENT). DEVICE for the base model alone."""
     prefill: np.ndarray
-    """d_prefill: prefill time of the request's prompt."""
     spreading: np.ndarray
     """Time to reload what one more copy of the adapter displaces; 0 where the adapter is on the device.
 
@@ -50,11 +49,9 @@ class Terms(msgspec.Struct, dict=True):
     decode: np.ndarray
     """d_decode: time that the request adds to each decode step."""
     step: np.ndarray
-    """Duration of a decode step with the request in the batch."""
     wait: np.ndarray
     """Time before the request's prefill starts: the wait for other prompts, then for a row or for KV memory."""
     ttft: np.ndarray
-    """Time from the request's placement to its first token."""
     tpot_limit: np.ndarray
     """Tightest TPOT target of this request and the requests on the node; infinite if none has a target."""
     ttft_limit: float
@@ -80,7 +77,6 @@ class Scores(msgspec.Struct, gc=False):
     widened: np.ndarray
     """bool[C]: True for a node whose forecasts are unreliable and therefore refuse no request."""
     retry_after: float = 0.0
-    """Forecast seconds until a refused request may be accepted."""
 
 
 class ScoringPolicy:

@@ -39,7 +39,6 @@ class Candidate(msgspec.Struct, frozen=True):
     """Performance model of the node. `measured`: the node published its own model. `assumed`: the model of a mid-size
     GPU is used, and no times are shown."""
     model_problem: str | None
-    """Reason why the published model is not used."""
     widened: bool = False
     """True if the node's performance model has been inaccurate for a minute, so that its forecasts refuse no
     request."""
@@ -58,13 +57,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """A routing decision. Times are in seconds."""
+    """A routing decision. Times are in seconds, `at` in Unix time."""
 
     outcome: Outcome
     node: str | None
     policy: str
     at: float
-    """Unix time of the decision."""
     took: float
     tries: int
     """Number of times that the policy chose. It chooses again if another request takes the chosen place first."""

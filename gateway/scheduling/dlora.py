@@ -23,7 +23,6 @@ class MovableRequest(NamedTuple):
     id: str
     row: int
     runs: bool
-    """True if the request has left the node's queue."""
     tokens: int
     """Number of prompt and generated tokens, which a migration would recompute."""
 

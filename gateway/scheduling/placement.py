@@ -43,7 +43,6 @@ class Trace(msgspec.Struct):
 
     tries: int = 0
     snapshot: Snapshot | None = None
-    """Snapshot of the last choice; None if no node was eligible."""
 
 
 async def place(
