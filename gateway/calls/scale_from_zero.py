@@ -54,7 +54,7 @@ class FirstNodeWait:
 
         `without`: nodes that have refused the call.
         """
-        if self.seconds <= 0 or not await self._has_autoscaler():
+        if self.seconds <= 0 or not await self._check_autoscaler():
             return False
         return not serving(await self._state.table(), self._base, without)
 
@@ -98,7 +98,7 @@ class FirstNodeWait:
         if self._since is not None:
             self._last_wait, self._since = self._clock() - self._since, None
 
-    async def _has_autoscaler(self) -> bool:
+    async def _check_autoscaler(self) -> bool:
         async with self._check_lock:  # a concurrent caller waits for this query's result
             if self._clock() - self._checked_at >= (LED_S if self._was_led else UNLED_S):
                 self._was_led = await autoscaler(self._leases) is not None

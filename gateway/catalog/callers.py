@@ -82,7 +82,7 @@ class Callers:
             raise _invalid_key()
         began = time.monotonic()
         try:
-            if not await self._is_known(text, claim):
+            if not await self._check_cached_owner(text, claim):
                 await self._look_up(text, claim)
             return Caller(tenant=claim.tenant, admin=claim.tenant is None, key_id=claim.key_id)
         except ServiceError:
@@ -144,7 +144,7 @@ class Callers:
         if not (await self.caller(request)).admin:
             raise ServiceError("forbidden", "this route needs an admin key")
 
-    async def _is_known(self, text: str, claim: Principal) -> bool:
+    async def _check_cached_owner(self, text: str, claim: Principal) -> bool:
         """Returns whether the key is valid according to its owner's cached record. Returns False if no record is
         cached."""
         if claim.tenant is not None and claim.tenant not in self._names:

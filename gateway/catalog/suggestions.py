@@ -62,7 +62,7 @@ class Suggestions:
     async def _meant(self, tenant: str, typed: str, with_base: bool) -> str | None:
         state = self._tenants.setdefault(tenant, _Tenant())
         self._tenants.move_to_end(tenant)
-        if not self._has_budget(state):
+        if not self._take_budget(state):
             return None
         if state.listing is None and self._clock() >= state.expires:
             state.listing = asyncio.ensure_future(self._list(tenant, state))
@@ -75,7 +75,8 @@ class Suggestions:
                 return name
         return None
 
-    def _has_budget(self, state: _Tenant) -> bool:
+    def _take_budget(self, state: _Tenant) -> bool:
+        """Counts a suggestion. Returns False if it exceeds the tenant's budget of this second."""
         second = int(self._clock())
         if state.second != second:
             state.second, state.suggestions = second, 0

@@ -75,13 +75,14 @@ class WarmSchedules:
             return None if choices is None else []
         windows = choices[0].version.policy.warm
         open_windows.update(windows)
-        copies = max((window.copies for window in windows if self._is_open(key, window, now)), default=0)
+        copies = max((window.copies for window in windows if self._update_window(key, window, now)), default=0)
         adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole and copies]
         return (
             [PrewarmTarget(key, adapter, "schedule", 1.0, copies=copies) for adapter in adapters] if windows else None
         )
 
-    def _is_open(self, key: str, window: WarmWindow, now: float) -> bool:
+    def _update_window(self, key: str, window: WarmWindow, now: float) -> bool:
+        """Updates the window's state if it has changed by `now`. Returns whether the window is open."""
         is_open, until = self._states.get(window, (False, now))
         if until <= now:
             try:

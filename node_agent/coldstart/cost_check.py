@@ -80,9 +80,11 @@ class CostCheck:
         self._requested = False
         """True if served calls have shown a change that is not measured yet, even if the learnt costs fade meanwhile"""
 
-    @property
-    def should_measure(self) -> bool:
-        """Returns whether a measurement is due: served calls have shown a change, and no pause is left."""
+    def detect_change(self) -> bool:
+        """Returns whether a measurement is due: served calls have shown a change, and no pause is left.
+
+        A change stays detected until it is measured.
+        """
         if not self.pause.over:
             return False
         self._requested = self._requested or self._learnt_change()

@@ -108,7 +108,7 @@ class WorkerManager:
             return False
         if self._starting is not None:
             return self._finish_start(self._starting, should_yield)
-        if self.config.cpu_workers is None and not refusal(self.config) and self._check.should_measure:
+        if self.config.cpu_workers is None and not refusal(self.config) and self._check.detect_change():
             profile = self._check.measure(should_yield)
             if profile is not None:
                 self._judge_again(profile)
