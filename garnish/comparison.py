@@ -182,7 +182,7 @@ def check_installed() -> None:
     if missing:
         packages = " ".join(NEEDED[name] for name in missing)
         raise FrontDoorError(
-            f"compare --peft runs transformers and PEFT in a process of its own, and {', '.join(missing)} "
+            f"compare --peft runs transformers and PEFT in a separate process, and {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not installed here: {sys.executable} -m pip install {packages}"
         )
 

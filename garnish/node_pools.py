@@ -154,8 +154,8 @@ def base_model_config(service: ServiceFile) -> dict[str, Any]:
     except (ImportError, OSError, ValueError, msgspec.DecodeError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise StartError(
-            f"base_model: the config.json of {service.base_model} is needed to tell whether a node fits on a GPU, and "
-            f"can't be had ({reason}); name a directory that holds it"
+            f"base_model: the config.json of {service.base_model} is needed to see whether a node fits on a GPU, and "
+            f"can't be read ({reason}); name a directory that has it"
         ) from None
 
 

@@ -71,7 +71,7 @@ def node_profile(record: NodeRecord, assume: bool) -> NodeProfile:
     """Returns the profile of a node's record. `assume`: it need not have measured itself, and figures mean nothing."""
     performance = record.performance or (ASSUMED if assume else None)
     if performance is None:
-        raise RuntimeError(f"{record.id} tells no performance model of itself")
+        raise RuntimeError(f"the record of {record.id} has no performance model")
     key = performance.key
     return NodeProfile(
         title=f"{record.base_id} on {key.hardware}",

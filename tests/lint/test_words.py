@@ -21,6 +21,8 @@ REFUSED = [
     ('class Pool:\n    size: int\n    """By which it is bounded."""', ["opening"]),
     (f'"""{"word " * 26}"""', ["length"]),
     ('"""Waits in vain."""', ["phrase in vain"]),
+    ('raise ValueError(f"{name} waits in vain")', ["phrase in vain"]),
+    ('log.warning("a node was told, and starts anew", extra={"told": 1})', ["phrase told", "phrase anew"]),
 ]
 ALLOWED = [
     "prompt_tokens_left = 1",
@@ -29,6 +31,8 @@ ALLOWED = [
     'def f():\n    """Returns the rows. Of these the first is the oldest."""',
     f'"""{"word " * 24}end. {"word " * 30}"""',
     "text = 'Of rows'",
+    "use('told', told='told')",
+    "raise Refused('Of rows')",
 ]
 
 

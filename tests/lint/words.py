@@ -1,9 +1,10 @@
-"""Checks the words of names and docstrings in the product's code, and of the pages, against the table words.toml.
+"""Checks the words of names, docstrings and messages in the product's code, and of the pages, against words.toml.
 
     python -m tests.lint.words            prints each offence of all files, and what to say instead
     python -m tests.lint.words FILE...    prints those of the files
 
-Of pages only the phrases are checked, and only in prose: not in code, targets of links, or what
+Messages are the texts of raised errors and log lines. Of them only the phrases are checked. So it is with pages, and
+only in prose: not in code, targets of links, or what
 `benchmarks.pages.tables` writes. Names that are written to the wire, to stored records or to reports stay where
 words.toml lists them.
 """
@@ -29,6 +30,7 @@ NOT_PROSE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 NAME_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+LOG_METHODS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def check_source(source: str, table: Table) -> Iterator[Offence]:
             yield from _check_name(name, line, isinstance(node, ast.ClassDef), table)
         for text, line in _docstrings(node):
             yield from _check_prose(text, line, table)
+        for text, line in _messages(node):
+            yield from _check_phrases(text, line, table)
 
 
 def _defined_names(node: ast.AST) -> Iterator[tuple[str, int]]:
@@ -98,6 +102,19 @@ def _docstrings(node: ast.AST) -> Iterator[tuple[str, int]]:
             yield value.value.strip(), statement.lineno
 
 
+def _messages(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yields the texts in the arguments of a raised error or of a log line."""
+    call = node.exc if isinstance(node, ast.Raise) else node
+    if not isinstance(call, ast.Call):
+        return
+    is_log = isinstance(call.func, ast.Attribute) and call.func.attr in LOG_METHODS
+    if isinstance(node, ast.Raise) or is_log:
+        for argument in call.args:
+            for part in ast.walk(argument):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value, part.lineno
+
+
 def _check_name(name: str, line: int, is_class: bool, table: Table) -> Iterator[Offence]:
     bare = name.strip("_")
     if is_class and bare in table.classes:
@@ -117,6 +134,10 @@ def _check_prose(text: str, line: int, table: Table) -> Iterator[Offence]:
     first = re.split(r"(?<=[.!?:])\s|\n\n", text, maxsplit=1)[0]
     if len(first.split()) > table.max_first_sentence:
         yield Offence(line, "length", first[:60], f"{table.max_first_sentence} words at most in the first sentence")
+    yield from _check_phrases(text, line, table)
+
+
+def _check_phrases(text: str, line: int, table: Table) -> Iterator[Offence]:
     for pattern, instead in table.phrases.items():
         for match in pattern.finditer(text):
             yield Offence(line, f"phrase {match[0].lower()}", match[0], instead)
