@@ -44,7 +44,7 @@ class HostClock:
         if not self._has_changed(ahead):
             return
         if abs(ahead) <= CLOCK_SECONDS:
-            log.warning("this host's clock agrees with the registry's again: it differs by %+.0f s", ahead)
+            log.warning("this host's clock is right again: it differs by %+.0f s from the registry's", ahead)
             self._logged = 0.0
             return
         log.warning(

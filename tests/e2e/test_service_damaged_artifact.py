@@ -94,7 +94,7 @@ def test_it_is_made_again_once_however_many_call(service: Service, stories_adapt
     assert served(service, "sunk") == text
     assert stored.read_bytes() == whole
     made = [line for log in service.state.glob("logs/*.log") for line in log.read_text().splitlines()]
-    assert sum("version 1 of acme/sunk: its artifact is made again" in line for line in made) == 1
+    assert sum("the artifact of version 1 of acme/sunk is built again" in line for line in made) == 1
 
 
 def test_when_its_files_are_damaged_too_no_retry_is_promised(
