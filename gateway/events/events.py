@@ -122,7 +122,7 @@ class Events:
 
         def change(event: EventRecord, now: float) -> EventRecord:
             if event.state in ENDED and event.state != "cancelled":
-                raise Conflict(f"the invocation has already ended: it is {event.state}")
+                raise Conflict(f"the invocation has ended: it is {event.state}")
             return event if event.state == "cancelled" else cancelled(event, now)
 
         event = await self._change(tenant, event_id, change)
