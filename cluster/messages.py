@@ -30,6 +30,15 @@ PROTOCOL_VERSION = 3
 SloClass = Literal["strict", "standard", "best_effort"]
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """Form that the output must have (structured output)."""
+
+    kind: Literal["json", "regex", "choice", "lark"]
+    text: str
+    """JSON Schema, regular expression, JSON list of the possible texts, or grammar in llguidance's variant of Lark, by
+    kind."""
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling parameters and stop conditions of a call. This is the only struct that carries a call's parameters from
     the gateway to the engine.
@@ -65,6 +74,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     include_stop: bool = False
     """True: the output text includes the stop string, or the token, that ended it."""
+    grammar: Grammar | None = None
+    """Form that the output must have; None: any text."""
 
 
 class Adapter(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from node_agent.device_event import Event
@@ -38,6 +39,9 @@ class SamplingBatch:
     """number per row: -1 for no log probabilities; k for that of the chosen token and those of the k likeliest"""
     rules: dict[int, ScoreRules] = field(default_factory=dict)
     """rules that change a row's logits before sampling, by row; rows without rules are left out"""
+    masks: dict[int, Callable[[], np.ndarray]] = field(default_factory=dict)
+    """by row, returns the tokens that its grammar allows, as bits i32[ceil(V / 32)]; rows without a grammar are left
+    out. It is called while the device computes the pass."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,52 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """The answer is any text."""
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """The answer is a JSON object."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"schema_": "schema"}):
+    """A JSON Schema with a name."""
+
+    schema_: dict[str, Any] | bool
+    name: Annotated[str, Meta(max_length=512)] = ""
+    """Accepted without an effect, like `description`."""
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted without an effect: the answer always has the form."""
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """The answer is a JSON text of this schema."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Form of the answer as in vLLM. Exactly one of the first five fields must be stated."""
+
+    json: dict[str, Any] | bool | str | None = None
+    """JSON Schema, or its text."""
+    regex: Annotated[str, Meta(max_length=1 << 16)] | None = None
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1000)] | None = None
+    grammar: Annotated[str, Meta(max_length=1 << 16)] | None = None
+    """Grammar in llguidance's variant of Lark."""
+    json_object: bool | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    disable_fallback: bool | None = None
+    """Accepted without an effect. The fields before it are served at their defaults only."""
+
+
 class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False):
     """Parameters of generation that all routes accept. A parameter that is null or absent takes the function's default
     (`Defaults`). If the function has none, it takes the service's default."""
@@ -48,6 +94,10 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     """Number of the prompt's last tokens to keep; -1 keeps as many as leave room for `max_tokens`."""
+
+    response_format: ResponseFormat | None = None
+    """Form of the answer as in OpenAI's API: any text, a JSON object, or a JSON text of a schema."""
+    structured_outputs: StructuredOutputs | None = None
 
     # Properties whose fields differ between routes:
 

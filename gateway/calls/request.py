@@ -25,6 +25,7 @@ from cluster.text import BaseText
 from gateway.api.schema import GenerationParams
 from gateway.calls.admission import call_of
 from gateway.calls.chat_templates import ChatTemplates
+from gateway.calls.grammars import GrammarChecks, grammar_of
 from gateway.calls.parameters import (
     NodeParameters,
     check_prompt_logprobs,
@@ -91,6 +92,7 @@ class InputProcessor:
     base: BaseModel
     text: BaseText
     text_threads: LeavableThreads
+    grammars: GrammarChecks
     templates: ChatTemplates
     functions: Functions
     callers: Callers
@@ -122,6 +124,9 @@ class InputProcessor:
         context = await self.served_context()
         deadline = watch.received + self._timeout(stated, target)
         parameters = resolve(merged, self.text, self.base.vocab_size)
+        if (form := grammar_of(merged)) is not None:
+            await self.grammars.check(*form)
+            parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=form[1])
         keep = kept_prompt_tokens(merged, context)
         source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)
         prompts = await tokens_of(source, self.text, self.text_threads, context, deadline, request.receive, keep)

@@ -20,7 +20,8 @@ class Unsupported(NamedTuple):
     instead: str
 
 
-_TEXT_ONLY = "answers are free text: describe the form in the prompt, or train the adapter for it"
+_TEXT_ONLY = "answers are text"
+_STRUCTURED = "use structured_outputs, or response_format"
 _CHOICES = "use n, which returns all choices, and choose by logprobs"
 _SAMPLING = "use temperature, top_p, top_k and n"
 _TOOLS = "describe the tools in the prompt, or train the adapter for them, and parse the text"
@@ -32,19 +33,17 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "early_stopping": Unsupported((None, False), _SAMPLING),
     "function_call": Unsupported((None, "none"), _TOOLS),
     "functions": Unsupported((None, []), _TOOLS),
-    "guided_choice": Unsupported((None,), "use logit_bias and logprobs over the choices' tokens"),
-    "guided_decoding_backend": Unsupported((None,), _TEXT_ONLY),
-    "guided_grammar": Unsupported((None,), _TEXT_ONLY),
-    "guided_json": Unsupported((None,), _TEXT_ONLY),
-    "guided_regex": Unsupported((None,), _TEXT_ONLY),
+    "guided_choice": Unsupported((None,), _STRUCTURED),
+    "guided_decoding_backend": Unsupported((None,), _STRUCTURED),
+    "guided_grammar": Unsupported((None,), _STRUCTURED),
+    "guided_json": Unsupported((None,), _STRUCTURED),
+    "guided_regex": Unsupported((None,), _STRUCTURED),
     "length_penalty": Unsupported((None, 1.0, 1), _SAMPLING),
     "modalities": Unsupported((None, ["text"]), _TEXT_ONLY),
     "moderation": Unsupported((None,), "check the text in the caller"),
     "prediction": Unsupported((None,), "leave it out: it would change the speed alone"),
     "priority": Unsupported((None, 0), "the function's slo_class says which calls go first"),
     "reasoning_effort": Unsupported((None, "none"), "use max_tokens"),
-    "response_format": Unsupported((None, {"type": "text"}), _TEXT_ONLY),
-    "structured_outputs": Unsupported((None,), _TEXT_ONLY),
     "suffix": Unsupported((None, ""), "put what comes after into the prompt"),
     "tool_choice": Unsupported((None, "none", "auto"), _TOOLS),
     "tools": Unsupported((None, []), _TOOLS),

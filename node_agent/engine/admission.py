@@ -168,9 +168,11 @@ class Admission:
         return self.blocks.blocks_for(request.prompt_len + request.max_tokens)
 
     def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> bool:
-        """Admits or refuses the request, or leaves it in the queue. It stays while its adapter can't be loaded or its
-        prefix is being computed. Returns False if it stays because a running step still uses its victims' blocks, or if
-        it is strict and waits for its prefix."""
+        """Admits or refuses the request, or leaves it in the queue. It stays while its adapter can't be loaded, its
+        grammar is being compiled or its prefix is being computed. Returns False if it stays because a running step
+        still uses its victims' blocks, or if it is strict and waits for its prefix."""
+        if request.grammar is not None and not request.grammar.ready:
+            return True
         if self._prefixes.being_computed(request, (*self._running, *self.admitted)):
             return request.slo_class != "strict"  # no other request takes its place meanwhile
         if request.adapter is not None:

@@ -11,6 +11,7 @@ from cluster.messages import GenerateRequest
 from node_agent.device_event import Event
 from node_agent.engine.adapter_tiers import AdapterTiers
 from node_agent.engine.events import end_of, expired, finished
+from node_agent.engine.grammars import Grammars
 from node_agent.engine.intake import problem_of, request_of
 from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
@@ -49,6 +50,8 @@ class EngineBase(ABC):
         """Finished share, 0 to 1, of a running measurement of the performance model; None: none is running."""
         self.worker_manager: IdleWork | None = None
         """Starts and measures the CPU LoRA workers; None if the engine has none."""
+        self.grammars: Grammars | None = None
+        """Compiler of the requests' grammars; None if whatever computes the tokens follows them."""
         self._events: list[EngineEvent] = []
 
     # --- what a subclass defines
@@ -89,6 +92,9 @@ class EngineBase(ABC):
         if problem is not None:
             self._finish(request, "error", *problem)
             return
+        grammar = request.sampling.grammar
+        if grammar is not None and self.grammars is not None:
+            request.grammar = self.grammars.start(grammar, request.tokens[request.prompt_len :])
         ended = end_of(request, self.eos_ids) if request.generated else None
         if ended is not None:  # the previous node failed before it could report the end
             self._finish(request, ended)
@@ -114,6 +120,7 @@ class EngineBase(ABC):
         can be sent before the slow part begins."""
         self._poll()
         self._expire()
+        self._fail_grammars()
         self._admit()
         self.orders.poll(may_place=not self.queue)
         self.prefetcher.poll()
@@ -159,6 +166,13 @@ class EngineBase(ABC):
         now = time.monotonic()
         for request in [r for r in [*self.queue, *self.running.values()] if now >= r.deadline]:
             self._finish(request, *expired(request))
+
+    def _fail_grammars(self) -> None:
+        """Ends requests whose grammar can't be compiled, or not be followed any more."""
+        for request in [r for r in [*self.queue, *self.running.values()] if r.grammar is not None]:
+            problem = request.grammar.problem if request.grammar is not None else ""
+            if problem:
+                self._finish(request, "error", "validation_failed", f"the output's form can't be kept: {problem}")
 
     def _admit(self) -> None:
         if not self.queue:
@@ -235,6 +249,8 @@ class EngineBase(ABC):
         request.tokens.append(token)
         if request.rules is not None:
             request.rules.append_token(token)
+        if request.grammar is not None:
+            request.grammar.append_token(token)
         self._events.append(Generated(request.id, token, top))
         self.queue.charge_token(request)
         ended = end_of(request, self.eos_ids)

@@ -87,6 +87,7 @@ def _sampling(rows: list[Row]) -> SamplingBatch:
         ],
         logprobs=[-1 if sampling.logprobs is None else sampling.logprobs for sampling in samplings],
         rules={i: request.rules for i, request in enumerate(requests) if request.rules is not None},
+        masks={i: request.grammar.mask for i, request in enumerate(requests) if request.grammar is not None},
     )
 
 

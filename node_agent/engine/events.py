@@ -73,6 +73,8 @@ def end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
     token = request.tokens[-1]
     if token in request.sampling.stop_token_ids or (token in eos_ids and not request.ignore_eos):
         return "stop"
+    if request.grammar is not None and request.grammar.ended:
+        return "stop"
     return "length" if request.generated >= request.max_tokens else None
 
 

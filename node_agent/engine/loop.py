@@ -79,6 +79,8 @@ class Engine(EngineBase):
     def close(self) -> None:
         """Closes the workers, threads and memory that the engine owns. No step may be running."""
         self._device_events.close()
+        if self.grammars is not None:
+            self.grammars.close()
         if self.worker_manager is not None:
             self.worker_manager.close()
         if self.assist is not None:

@@ -104,7 +104,8 @@ class Overlap:
             return False
         requests = [row.request for row in rows]
         promised = any(request.slo_class == "strict" and request.tpot is not None for request in requests)
-        return len(requests) == len(self._running) and not promised and all(r.rules is None for r in requests)
+        free = all(request.rules is None and request.grammar is None for request in requests)
+        return len(requests) == len(self._running) and not promised and free
 
 
 def _goes_on(request: Request) -> bool:

@@ -11,6 +11,7 @@ from node_agent.leases import Lease
 from node_agent.states import REQUEST_TRANSITIONS, RequestState, check_transition
 
 if TYPE_CHECKING:
+    from node_agent.engine.grammars import RequestGrammar
     from node_agent.runner.score_rules import ScoreRules
 
 
@@ -98,6 +99,8 @@ class Request:
     state: RequestState = RequestState.WAITING
     rules: ScoreRules | None = None
     """changes that its parameters make to its logits; None if they make none; created at admission"""
+    grammar: RequestGrammar | None = None
+    """form that its output must have; None: any text"""
     scored: int = 0
     """position up to which log probabilities of prompt tokens were sent, if requested; the first token has none"""
     pauses: int = 0

@@ -21,6 +21,7 @@ from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import RUNNERS, EngineConfig, default_adapter_memory, pass_memory
 from node_agent.cores import core_share
 from node_agent.device import DTYPES, free_memory, gpu_memory, pick_device
+from node_agent.engine.grammars import Grammars
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
@@ -99,6 +100,7 @@ def build_engine(
     lora = choose_lora(limits, runner, store, kernel)
     starts, eos_ids = ColdStarts(store, base, MODES[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, lora, on_change)
+    engine.grammars = Grammars(Path(config.model_dir) / "tokenizer.json", base.vocab_size, eos_ids, on_change)
     warm_up(engine)
     engine.worker_manager = WorkerManager(engine, config, base, threads)
     engine.worker_manager.start()

@@ -28,11 +28,10 @@ from node_agent.runner.cuda_blocks import (
 )
 from node_agent.runner.cuda_layers import AttentionInputs, Decoder
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
-from node_agent.runner.cuda_sampler import sample
+from node_agent.runner.cuda_sampler import ScoreChanges, sample
 from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.runner.lora import GroupLora
 from node_agent.runner.projections import Current
-from node_agent.runner.score_rules import ScoreEdits
 from node_agent.types import LoraBatch, StepBatch
 
 STEPS_UNDER_WAY = 2
@@ -133,16 +132,16 @@ class Bucket:
         self._bodies[lora is not None]()
 
     @torch.inference_mode()
-    def choose(self, everything: bool, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
+    def choose(self, everything: bool, changes: ScoreChanges | None) -> tuple[OutFields, Event]:
         """Enqueues the choice of the step's tokens. Returns the fields in host memory that will have them, and the
         event after their copy.
 
         `everything`: whether rows may sample and have log probabilities; if not, all are greedy.
         """
-        if edits is None:
+        if changes is None:
             self._samplers[everything]()
         else:  # its sizes depend on the requests' rules, so it can't be captured
-            self.stream.enqueue(partial(self._sample, everything, edits))
+            self.stream.enqueue(partial(self._sample, everything, changes))
         host = self._hosts[self._slot]
         return host.out, download(self.stream, self._out_spec, host.out_block, self._out_device, everything)
 
@@ -157,6 +156,6 @@ class Bucket:
         self._current.lora = None
         self._last.logits[: self.rows].copy_(decoder.logits(hidden, None))
 
-    def _sample(self, everything: bool, edits: ScoreEdits | None) -> None:
-        sample(self._last.logits[: self.rows], self.fields, edits, self._out, everything)
+    def _sample(self, everything: bool, changes: ScoreChanges | None) -> None:
+        sample(self._last.logits[: self.rows], self.fields, changes, self._out, everything)
         self._last.tokens[: self.rows].copy_(self._out.ids)

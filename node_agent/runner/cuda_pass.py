@@ -26,6 +26,7 @@ from node_agent.runner.cuda_layers import AttentionInputs, CudaModel
 from node_agent.runner.cuda_lora import SentLora
 from node_agent.runner.cuda_prompts import PromptBucket
 from node_agent.runner.cuda_sampler import (
+    ScoreChanges,
     join_edits,
     pack_scores,
     sample,
@@ -35,6 +36,7 @@ from node_agent.runner.cuda_sampler import (
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.sampler import GREEDY_BELOW, Logprobs
 from node_agent.runner.score_rules import ScoreEdits
+from node_agent.runner.token_masks import TokenMasks, join_masks
 from node_agent.types import ArrivingLora, PassLora, SamplingBatch, ScoredToken, StepBatch
 
 
@@ -88,8 +90,8 @@ class CapturedPass:
     def finish(self) -> CudaOutput:
         self._model.check_complete(self.layer)
         sampling = self._batch.sampling
-        edits = send_edits(self._model.stream, sampling, self._model.vocab)
-        out, done = self._bucket.choose(wants_everything(sampling), edits)
+        changes = send_changes(self._model.stream, sampling, self._model.vocab)
+        out, done = self._bucket.choose(wants_everything(sampling), changes)
         return CudaOutput(done, out, sampling.logprobs, list)
 
     def abort(self) -> Event:
@@ -139,8 +141,8 @@ class LayeredPass:
         sampling, scores, out = self._batch.sampling, self._send_scores(), None
         done = None
         if sampling.temperature:
-            edits = send_edits(self._model.stream, sampling, self._model.vocab)
-            out, done = self._choose(sampling, edits)
+            changes = send_changes(self._model.stream, sampling, self._model.vocab)
+            out, done = self._choose(sampling, changes)
         return CudaOutput(done or self._model.stream.event(), out, sampling.logprobs, scores)
 
     def abort(self) -> Event:
@@ -159,12 +161,12 @@ class LayeredPass:
             chunks = Rows(fields.context_len[n:], table[n:], fields.query_start[n:])
         return AttentionInputs(fields.positions, fields.slots, decode, chunks, scratch)
 
-    def _choose(self, sampling: SamplingBatch, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
+    def _choose(self, sampling: SamplingBatch, changes: ScoreChanges | None) -> tuple[OutFields, Event]:
         stream, everything = self._model.stream, wants_everything(sampling)
         spec = out_spec(self._batch.logit_rows.shape[0], self._model.vocab)
         host, device = stream.host(size_of(spec)), stream.empty(size_of(spec))
         out = OutFields(**views(spec, device))
-        stream.enqueue(lambda: sample(self.logits(), self._fields, edits, out, everything))
+        stream.enqueue(lambda: sample(self.logits(), self._fields, changes, out, everything))
         return OutFields(**views(spec, host)), download(stream, spec, host, device, everything)
 
     def _send_scores(self) -> Callable[[], list[ScoredToken]]:
@@ -258,8 +260,13 @@ def wants_everything(sampling: SamplingBatch) -> bool:
     return any(t >= GREEDY_BELOW for t in sampling.temperature) or any(k >= 0 for k in sampling.logprobs)
 
 
-def send_edits(stream: Stream, sampling: SamplingBatch, vocab: int) -> ScoreEdits | None:
-    """Enqueues the copy of the rows' logit edits to the device, and returns them. Returns None if no row has rules."""
-    if not sampling.rules:
-        return None
-    return ScoreEdits(**send(stream, join_edits({row: rules.edits() for row, rules in sampling.rules.items()}, vocab)))
+def send_changes(stream: Stream, sampling: SamplingBatch, vocab: int) -> ScoreChanges | None:
+    """Enqueues the copy of the rows' changes to their logits to the device, and returns them. Returns None if no row
+    has rules or a grammar."""
+    edits = masks = None
+    if sampling.rules:
+        joined = join_edits({row: rules.edits() for row, rules in sampling.rules.items()}, vocab)
+        edits = ScoreEdits(**send(stream, joined))
+    if sampling.masks:
+        masks = TokenMasks(**send(stream, join_masks(sampling.masks)))
+    return ScoreChanges(edits, masks) if edits or masks else None

@@ -7,6 +7,7 @@ apply, then the inverse transform of the row's uniform number.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,7 @@ from node_agent.runner.cuda_blocks import OutFields, Spec, StepFields
 from node_agent.runner.prompt_scores import ROWS_AT_ONCE
 from node_agent.runner.sampler import GREEDY_BELOW
 from node_agent.runner.score_rules import ScoreEdits, apply_edits
+from node_agent.runner.token_masks import TokenMasks, apply_masks
 from node_agent.types import ScoredToken
 
 ROWS_DRAWN_AT_ONCE = 32
@@ -21,18 +23,31 @@ ROWS_DRAWN_AT_ONCE = 32
 128,256."""
 
 
+@dataclass(frozen=True)
+class ScoreChanges:
+    """Changes to the logits of a pass before sampling."""
+
+    edits: ScoreEdits | None
+    """edits by the rows' rules, with indices into the flattened logits"""
+    masks: TokenMasks | None
+    """tokens that the rows' grammars allow"""
+
+
 def sample(
-    logits: torch.Tensor, fields: StepFields, edits: ScoreEdits | None, out: OutFields, everything: bool
+    logits: torch.Tensor, fields: StepFields, changes: ScoreChanges | None, out: OutFields, everything: bool
 ) -> None:
-    """Chooses the next tokens by logits [Q, V], and writes them to `out`. `edits` have indices into the flattened
-    logits. `everything`: whether rows may sample and have log probabilities; if not, all are greedy."""
+    """Chooses the next tokens by logits [Q, V], and writes them to `out`. `everything`: whether rows may sample and
+    have log probabilities; if not, all are greedy."""
     rows = logits.shape[0]
     raw = logits.float()
     out.finite[:rows].copy_(raw.amax(dim=-1).isfinite())  # amax propagates NaN and +inf
     scores = raw
-    if edits is not None:
+    if changes is not None:
         scores = raw.clone()
-        apply_edits(scores.view(-1), edits)
+        if changes.edits is not None:
+            apply_edits(scores.view(-1), changes.edits)
+        if changes.masks is not None:
+            apply_masks(scores, changes.masks, raw)
     tokens = scores.argmax(dim=-1)
     if everything:
         for begin in range(0, rows, ROWS_DRAWN_AT_ONCE):

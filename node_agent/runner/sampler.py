@@ -6,7 +6,7 @@ import torch
 
 from node_agent.device import record_event
 from node_agent.runner.prompt_scores import Head, score_prompts
-from node_agent.runner.score_rules import ScoreRules
+from node_agent.runner.token_masks import TokenMasks, apply_masks, join_masks
 from node_agent.types import HostOutput, SamplingBatch, StepBatch, StepOutput
 
 _MASK = (1 << 64) - 1
@@ -32,7 +32,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, li
     """Returns sampled token ids i64[Q] on the device, and the requested log probabilities of each row. `logits` [Q, V]
     are the raw ones; log probabilities are of these."""
     raw = logits.float()
-    changed = {row: _changed(raw[row], rules) for row, rules in batch.rules.items()}
+    changed = {row: _changed(raw[row : row + 1], batch, row) for row in {*batch.rules, *batch.masks}}
     tokens = raw.argmax(dim=-1)
     for row, scores in changed.items():
         tokens[row] = scores.argmax()
@@ -64,10 +64,15 @@ def step_output(head: Head, batch: StepBatch) -> StepOutput:
     return HostOutput(tokens.cpu(), logprobs, non_finite, record_event(logits.device), scores)
 
 
-def _changed(row: torch.Tensor, rules: ScoreRules) -> torch.Tensor:
-    scores = row.clone()
-    rules.apply(scores)
-    return scores
+def _changed(raw: torch.Tensor, batch: SamplingBatch, row: int) -> torch.Tensor:
+    """Returns the row's logits f32[V] after its rules and its grammar. `raw`: f32[1, V]."""
+    scores = raw.clone()
+    if row in batch.rules:
+        batch.rules[row].apply(scores[0])
+    if row in batch.masks:
+        joined = join_masks({0: batch.masks[row]})
+        apply_masks(scores, TokenMasks(**{name: tensor.to(raw.device) for name, tensor in joined.items()}), raw)
+    return scores[0]
 
 
 def _draw(scores: torch.Tensor, top_k: int, top_p: float, min_p: float, u: float) -> torch.Tensor:

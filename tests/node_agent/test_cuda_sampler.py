@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.messages import Sampling
 from node_agent.api.request import LOGPROBS_LIMIT
 from node_agent.runner.cuda_blocks import MAX_LOGPROBS, OutFields, StepFields, out_spec, size_of, step_spec, views
-from node_agent.runner.cuda_pass import CudaOutput, send_edits, wants_everything
+from node_agent.runner.cuda_pass import CudaOutput, send_changes, wants_everything
 from node_agent.runner.cuda_sampler import (
     ROWS_DRAWN_AT_ONCE,
     pack_scores,
@@ -74,7 +74,7 @@ def sampled(logits: torch.Tensor, batch: SamplingBatch) -> CudaOutput:
     for name in ("temperature", "top_p", "top_k", "min_p", "uniform"):
         getattr(fields, name).copy_(torch.tensor(getattr(batch, name)))
     out = OutFields(**block(out_spec(rows, vocab)))
-    sample(logits, fields, send_edits(STREAM, batch, vocab), out, wants_everything(batch))
+    sample(logits, fields, send_changes(STREAM, batch, vocab), out, wants_everything(batch))
     return CudaOutput(STREAM.event(), out, batch.logprobs, list)
 
 

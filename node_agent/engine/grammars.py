@@ -1,0 +1,101 @@
+"""Grammars of requests: compiled in threads of their own, cached, and advanced by each token."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from cluster.grammars import compiled_form, limits
+from cluster.messages import Grammar
+
+THREADS = 2
+CACHED = 64
+"""Number of compiled grammars that are kept."""
+
+
+class RequestGrammar:
+    """Grammar of one request. Its state follows the generated tokens. After `ready` only the engine's thread uses
+    it."""
+
+    def __init__(self, compiling: Future[LLMatcher], vocab_size: int) -> None:
+        self._compiling, self._vocab_size = compiling, vocab_size
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether the compilation has ended."""
+        return self._compiling.done()
+
+    @property
+    def problem(self) -> str:
+        """Returns why the grammar can't be followed, or not any more; an empty text if it can."""
+        if not self.ready:
+            return ""
+        error = self._compiling.exception()
+        return str(error) if error is not None else str(self._compiling.result().get_error())
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether the output is complete, so that no token may follow."""
+        return bool(self._compiling.result().is_stopped())
+
+    def append_token(self, token: int) -> None:
+        """Advances the grammar by a generated token."""
+        self._compiling.result().consume_token(token)
+
+    def mask(self) -> np.ndarray:
+        """Returns the tokens that may come next, as bits: i32[ceil(vocabulary / 32)], the lowest bit first."""
+        bits = allocate_token_bitmask(1, self._vocab_size)
+        fill_next_token_bitmask(self._compiling.result(), bits)
+        return np.asarray(bits[0])
+
+
+class Grammars:
+    """Compiler of grammars for one engine, with a cache. The tokenizer is read for the first grammar."""
+
+    def __init__(
+        self, tokenizer: Path, vocab_size: int, eos_ids: frozenset[int], on_change: Callable[[], None]
+    ) -> None:
+        """`tokenizer`: file tokenizer.json. `on_change` is called, in any thread, when a grammar is compiled."""
+        self._file, self._vocab_size, self._eos_ids, self._on_change = tokenizer, vocab_size, eos_ids, on_change
+        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+        self._lock = Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def start(self, grammar: Grammar, generated: Sequence[int]) -> RequestGrammar:
+        """Starts the compilation. `generated`: tokens that another node has generated, by which the state is
+        advanced."""
+        compiling = self._threads.submit(self._compile, grammar, list(generated))
+        compiling.add_done_callback(lambda _: self._on_change())
+        return RequestGrammar(compiling, self._vocab_size)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _compile(self, grammar: Grammar, generated: list[int]) -> LLMatcher:
+        """Returns the grammar after these tokens. Raises ValueError if it can't be compiled, or does not allow them."""
+        with self._lock:
+            self._tokenizer = self._tokenizer or LLTokenizer(
+                str(self._file), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids)
+            )
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = LLMatcher(self._tokenizer, compiled_form(grammar), log_level=0, limits=limits())
+            if compiled.is_error():
+                raise ValueError(compiled.get_error())
+        matcher = compiled.deep_copy()
+        with self._lock:
+            self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        if generated and not matcher.consume_tokens(generated):
+            raise ValueError(f"the tokens generated so far are not of this form: {matcher.get_error()}")
+        return matcher
