@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from cluster.grammars import compiled_form
 from cluster.messages import Grammar, Sampling
 from tests.node_agent.test_parameters import LENGTH, STORY, usual
-from tests.support.draws import draws
 from tests.support.drawn_schemas import draw_schema
+from tests.support.draws import draws
 from tests.support.local_engine import LocalEngine, MakeEngine
 from tests.support.peft_reference import TIE, PeftReference
 
@@ -143,7 +143,7 @@ def test_a_preempted_answer_keeps_its_form(make_engine: MakeEngine) -> None:
     [
         {"min_tokens": 20},
         {"bad_words": [[token] for token in range(3, 500)]},
-        {"logit_bias": {token: -100.0 for token in range(3, 500)}},
+        {"logit_bias": dict.fromkeys(range(3, 500), -100.0)},
         {"stop_token_ids": [5]},
     ],
 )
