@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,8 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from cluster.grammars import compiled_form, limits
 from cluster.messages import Grammar
+
+log = logging.getLogger("garnish.engine")
 
 THREADS = 2
 CACHED = 64
@@ -57,16 +60,17 @@ class RequestGrammar:
 
 
 class Grammars:
-    """Compiler of grammars for one engine, with a cache. The tokenizer is read for the first grammar."""
+    """Compiler of grammars for one engine, with a cache. The tokenizer is read at the start of the engine, because
+    llguidance holds the interpreter's lock while it reads it."""
 
     def __init__(
         self, tokenizer: Path, vocab_size: int, eos_ids: frozenset[int], on_change: Callable[[], None]
     ) -> None:
         """`tokenizer`: file tokenizer.json. `on_change` is called, in any thread, when a grammar is compiled."""
-        self._file, self._vocab_size, self._eos_ids, self._on_change = tokenizer, vocab_size, eos_ids, on_change
+        self._vocab_size, self._on_change = vocab_size, on_change
+        self._tokenizer = _read_tokenizer(tokenizer, vocab_size, eos_ids)
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
         self._lock = Lock()
-        self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, generated: Sequence[int]) -> RequestGrammar:
@@ -82,10 +86,9 @@ class Grammars:
     def _compile(self, grammar: Grammar, generated: list[int]) -> LLMatcher:
         """Returns the grammar after these tokens. Raises ValueError if it can't be compiled, or does not allow them."""
         with self._lock:
-            self._tokenizer = self._tokenizer or LLTokenizer(
-                str(self._file), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids)
-            )
             compiled = self._compiled.get(grammar)
+        if self._tokenizer is None:
+            raise ValueError("the base model's tokenizer can't be read for it (the node's log has the reason)")
         if compiled is None:
             compiled = LLMatcher(self._tokenizer, compiled_form(grammar), log_level=0, limits=limits())
             if compiled.is_error():
@@ -99,3 +102,13 @@ class Grammars:
         if generated and not matcher.consume_tokens(generated):
             raise ValueError(f"the tokens generated so far are not of this form: {matcher.get_error()}")
         return matcher
+
+
+def _read_tokenizer(file: Path, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | None:
+    """Returns the tokenizer; None, with a warning in the log, if llguidance can't read it. The node serves other calls
+    all the same."""
+    try:
+        return LLTokenizer(str(file), n_vocab=vocab_size, eos_token=sorted(eos_ids))
+    except ValueError as error:
+        log.warning("structured output is off: llguidance can't read %s", file, extra={"reason": str(error)})
+        return None

@@ -155,7 +155,7 @@ def test_refuses_with_400_and_param(client: openai.OpenAI, fields: dict, param: 
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_objects"}}, "response_format.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"top_logprobs": 3}, "top_logprobs"),
