@@ -35,7 +35,7 @@ def limits() -> LLParserLimits:
 def compiled_form(grammar: Grammar) -> str:
     """Returns the grammar as llguidance compiles it. Raises ValueError if its text is not of its kind."""
     if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text, defaults=OPTIONS)
+        return _schema_form(json.loads(grammar.text))
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":
@@ -69,8 +69,7 @@ def _refused_part(schema: Any, problem: str) -> tuple[str, str]:
         for step, inner in _parts(part):
             checked += 1
             alone = {**definitions, **inner} if isinstance(inner, dict) else inner
-            form = LLMatcher.grammar_from_json_schema(json.dumps(alone), defaults=OPTIONS)
-            if reason := LLMatcher.validate_grammar(form, limits=limits()):
+            if reason := LLMatcher.validate_grammar(_schema_form(alone), limits=limits()):
                 place, problem, part = f"{place}/{step}", reason, inner
                 break
             if checked >= MAX_CHECKED_PARTS:
@@ -78,6 +77,14 @@ def _refused_part(schema: Any, problem: str) -> tuple[str, str]:
         else:
             break
     return place, problem
+
+
+def _schema_form(schema: Any) -> str:
+    """Returns a JSON Schema, which may be true or false, as llguidance compiles it. Raises ValueError if it is
+    neither a boolean nor an object."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=OPTIONS)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
