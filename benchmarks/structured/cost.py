@@ -1,4 +1,4 @@
-"""What structured output costs a batch: tokens/s of eight rows, two of them with a grammar, over eight rows without.
+"""Cost of structured output: tokens/s of eight rows, two of them with a grammar, over eight rows without.
 
     python -m benchmarks.structured.cost --json benchmarks/results/structured_cost.json
 
@@ -54,8 +54,8 @@ def compile_times(model: Path, engine: LocalEngine, seed: int) -> tuple[list[flo
     """Returns the milliseconds to compile each schema, and the microseconds to make each mask of a text of theirs."""
     rng = random.Random(seed)
     parts = {f"p{i}": draw_schema(rng) for i in range(40)}
-    whole = {name: part for name, part in parts.items() if "$defs" not in part}  # their places are relative to the root
-    large = {"type": "object", "properties": whole}
+    alone = {name: part for name, part in parts.items() if "$defs" not in part}  # their places are relative to the root
+    large = {"type": "object", "properties": alone}
     grammars = Grammars(model / "tokenizer.json", engine.base.vocab_size, engine.engine.eos_ids, lambda: None)
     compiled, masks = list[float](), list[float]()
     for schema in [*(draw_schema(rng) for _ in range(SCHEMAS)), large]:

@@ -1,4 +1,4 @@
-"""Which schemas of JSON Schema's own test suite are served, and whether the answers that they allow are the right ones.
+"""Coverage of JSON Schema's own test suite: the schemas that are served, and whether the right answers are allowed.
 
     python -m benchmarks.structured.json_schema --suite CHECKOUT --json benchmarks/results/json_schema.json
 

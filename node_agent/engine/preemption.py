@@ -119,6 +119,6 @@ def _may_go(request: Request) -> bool:
 
 
 def _is_movable(request: Request) -> bool:
-    """Returns whether the request may be preempted at all. No open cold pass may write to its blocks, and it was
-    preempted fewer than MAX_PREEMPTIONS times."""
-    return not request.in_cold_pass and request.preemptions < MAX_PREEMPTIONS
+    """Returns whether the request may be preempted at all. It can begin again, no open cold pass writes to its blocks,
+    and it was preempted fewer than MAX_PREEMPTIONS times."""
+    return request.can_restart and not request.in_cold_pass and request.preemptions < MAX_PREEMPTIONS

@@ -109,6 +109,8 @@ class Request:
     after_idle: bool = False
     """True if it is its tenant's first request after a pause. It may then take the row and blocks of a tenant over its
     share."""
+    can_restart: bool = True
+    """False: its computation can't begin again, so that it is never preempted"""
     preemptions: int = 0
     """number of preemptions; each resets `computed`"""
     cached_tokens: int = 0

@@ -29,7 +29,12 @@ COUNTS = ("max_loras", "max_lora_rank", "max_num_seqs", "tensor_parallel_size")
 """Arguments that are whole numbers above 0."""
 VERSIONS = ("0.32", "0.33")
 """Versions of vLLM whose functions the node calls as they are there."""
-DEFAULTS: dict[str, Any] = {"max_loras": 4, "max_lora_rank": 64, "max_num_seqs": 32}
+DEFAULTS: dict[str, Any] = {
+    "max_loras": 4,
+    "max_lora_rank": 64,
+    "max_num_seqs": 32,
+    "structured_outputs_config": {"backend": "guidance"},  # what the gateway checks schemas by
+}
 
 
 def check_arguments(stated: dict[str, Any]) -> str:

@@ -101,7 +101,13 @@ class VllmEngine(EngineBase):
             raise VllmDied(death)
         super()._poll()
 
+    def _problem(self, request: Request) -> tuple[str, str] | None:
+        if request.sampling.grammar is not None and request.generated:
+            return "unavailable", "vLLM can't continue an answer of a stated form that another node began"
+        return super()._problem(request)
+
     def _start(self, request: Request) -> None:
+        request.can_restart = request.sampling.grammar is None  # vLLM takes a form from its begin only
         if not self._is_loaded(request):
             request.change_state(RequestState.AWAITING_ADAPTER)
 

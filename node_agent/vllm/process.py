@@ -55,11 +55,14 @@ class Types:
     def __init__(self) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         self._parameters, self._adapter, self._delta = SamplingParams, LoRARequest, RequestOutputKind.DELTA
+        self._form = StructuredOutputsParams
 
     def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any:
+        form = arguments["structured_outputs"]
+        arguments = {**arguments, "structured_outputs": None if form is None else self._form(**form)}
         parameters = self._parameters(**arguments, output_kind=self._delta)
         if bad_words:
             parameters._bad_words_token_ids = [list(word) for word in bad_words]  # the public field takes text alone

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from cluster.messages import Grammar
 from node_agent.engine.request import Request
 from node_agent.ipc import Top
 
@@ -19,7 +21,8 @@ def vllm_parameters(request: Request, eos_ids: Collection[int]) -> dict[str, Any
     Presence and frequency penalties therefore count only tokens that vLLM itself generates.
     """
     sampling, generated = request.sampling, request.generated
-    ends = [] if request.ignore_eos else sorted(eos_ids)
+    # the end token ends every form, also for a caller who ignores it
+    ends = [] if request.ignore_eos and sampling.grammar is None else sorted(eos_ids)
     return {
         "max_tokens": request.max_tokens - generated,
         "min_tokens": max(0, sampling.min_tokens - generated),
@@ -37,7 +40,19 @@ def vllm_parameters(request: Request, eos_ids: Collection[int]) -> dict[str, Any
         "stop_token_ids": [*ends, *sampling.stop_token_ids],
         "ignore_eos": request.ignore_eos,
         "detokenize": False,
+        "structured_outputs": None if sampling.grammar is None else structured_outputs(sampling.grammar),
     }
+
+
+def structured_outputs(grammar: Grammar) -> dict[str, Any]:
+    """Returns the arguments of vLLM's `StructuredOutputsParams`."""
+    match grammar.kind:
+        case "choice":
+            return {"choice": json.loads(grammar.text)}
+        case "lark":
+            return {"grammar": grammar.text}
+        case _:
+            return {grammar.kind: grammar.text}
 
 
 def seed_of(seed: int, choice: int, position: int) -> int:
