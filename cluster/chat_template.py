@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+from jinja2.meta import find_undeclared_variables
 
 from cluster.sandbox import Sandbox
 
@@ -15,19 +17,42 @@ ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeErr
 """Exceptions that a template may raise when it renders messages for which it was not written."""
 
 
-def compile_template(source: str) -> jinja2.Template:
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Compiled chat template. `variables`: names that it reads, other than `messages`, `add_generation_prompt` and the
+    special tokens."""
+
+    template: jinja2.Template
+    variables: frozenset[str]
+
+
+def compile_template(source: str) -> ChatTemplate:
     """Returns the compiled template, in the environment that chat templates expect: sandboxed, trimmed blocks, loop
     controls, and four helpers. Raises jinja2.TemplateError."""
     sandbox = Sandbox({"tojson": _tojson}, {"raise_exception": _raise, "strftime_now": _now})
-    return sandbox.from_string(source)
+    names = find_undeclared_variables(sandbox.parse(source)) - {"messages", "add_generation_prompt"}
+    return ChatTemplate(sandbox.from_string(source), frozenset(name for name in names if not name.endswith("_token")))
 
 
 def render(
-    template: jinja2.Template, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], *, answer: bool
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+    *,
+    answer: bool,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the conversation's text. `answer`: append the prompt for the assistant's turn. `special`: texts of the
-    special tokens by name. Raises an exception listed in ERRORS."""
-    return template.render(messages=messages, add_generation_prompt=answer, tools=None, documents=None, **special)
+    """Returns the conversation's text.
+
+    `answer`: append the prompt for the assistant's turn. `special`: texts of the special tokens by name. `variables`:
+    further values for the template, such as `tools`. Raises an exception listed in ERRORS, also for a variable that the
+    template does not read.
+    """
+    for name in sorted((variables or {}).keys() - template.variables):
+        has = f"it reads {', '.join(sorted(template.variables))}" if template.variables else "it reads no variables"
+        raise jinja2.TemplateError(f"the chat template does not read {name}; {has}")
+    values = {"tools": None, "documents": None, **(variables or {}), **special}
+    return template.template.render(messages=messages, add_generation_prompt=answer, **values)
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from tokenizers import Tokenizer
 
-from cluster.chat_template import ERRORS, compile_template, render
+from cluster.chat_template import ERRORS, ChatTemplate, compile_template, render
 from cluster.token_bytes import token_bytes
 
 SHORT_CHARACTERS = 512
@@ -99,17 +98,24 @@ class BaseText:
         return tokens
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], limit: int | None = None, *, answer: bool = True, special: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        limit: int | None = None,
+        *,
+        answer: bool = True,
+        special: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation.
 
-        `answer`: append the prompt for the assistant's turn. `special`: also add the special tokens that a raw prompt
+        `answer`: append the prompt for the assistant's turn. `variables`: further values for the chat template, such as
+        `tools`. `special`: also add the special tokens that a raw prompt
         gets, before and after the text. Raises TextError, and TextTooLong as `encode_prompt` does.
         """
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
-            text = render(self._template, messages, self.special, answer=answer)
+            text = render(self._template, messages, self.special, answer=answer, variables=variables)
         except ERRORS as error:
             raise TextError(f"the chat template refused the messages: {error}") from error
         return self._ids(text, limit, special=special)
@@ -170,7 +176,7 @@ def end_token_ids(directory: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:
+def _compile_template(directory: Path, settings: dict[str, Any]) -> ChatTemplate | None:
     """Returns the base model's compiled chat template; None if it has none."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.exists() else settings.get("chat_template")

@@ -12,6 +12,7 @@ from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from gateway.background import background
 from gateway.batches.runner import make_batches
+from gateway.calls.grammars import GrammarChecks
 from gateway.calls.request import InputProcessor
 from gateway.catalog.rate_limiter import RateLimiter
 from gateway.catalog.store_probe import StoreProbe
@@ -83,10 +84,12 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 def _make_calls(opened: Opened, records: Records, traffic: Traffic) -> Calls:
     config, store, shared, pools = opened.config, opened.store, opened.shared, opened.pools
+    text_threads = LeavableThreads(pools["texts"])
     inputs = InputProcessor(
         base=opened.base,
         text=records.text,
-        text_threads=LeavableThreads(pools["texts"]),
+        text_threads=text_threads,
+        grammars=GrammarChecks(text_threads),
         templates=opened.templates,
         functions=records.functions,
         callers=records.callers,

@@ -99,13 +99,17 @@ class Conversation(msgspec.Struct, frozen=True):
     field: str = "messages"
     answer: bool = True
     """True if the assistant's turn is opened at the end."""
+    variables: dict[str, Any] = {}
+    """Further values for the chat template, such as `tools`."""
 
     @property
     def characters(self) -> int:
-        return sum(len(message["content"]) + MESSAGE_CHARACTERS for message in self.messages)
+        texts = sum(len(message.get("content") or "") + MESSAGE_CHARACTERS for message in self.messages)
+        more = [self.variables, *(message.get("tool_calls") for message in self.messages)]
+        return texts + sum(len(msgspec.json.encode(each)) for each in more if each)
 
     def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
-        return [_last(text.encode_chat(self.messages, limit, answer=self.answer), keep)]
+        return [_last(text.encode_chat(self.messages, limit, answer=self.answer, variables=self.variables), keep)]
 
 
 class RenderedConversation(msgspec.Struct, frozen=True):

@@ -174,7 +174,7 @@ class InputProcessor:
         """
         if template is None or not isinstance(source, Conversation):
             return source
-        job = Job(template, source.messages, dict(self.text.special), source.answer)
+        job = Job(template, source.messages, dict(self.text.special), source.answer, source.variables)
         text = await self.templates.render(tenant, job, deadline=deadline, receive=request.receive)
         return RenderedConversation(text)
 

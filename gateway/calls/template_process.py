@@ -16,7 +16,7 @@ import jinja2
 import msgspec
 
 from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, jobs, limited, send
-from cluster.chat_template import compile_template, render
+from cluster.chat_template import ChatTemplate, compile_template, render
 
 RENDER_SECONDS = 1.0
 """Limit of processor time for one conversation, in seconds; normal templates need some milliseconds."""
@@ -32,6 +32,7 @@ class Job(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     special: dict[str, str]
     answer: bool = True
+    variables: dict[str, Any] = {}
     seconds: float = RENDER_SECONDS
 
 
@@ -53,7 +54,9 @@ def outcome_of(job: Job) -> Rendered | Refused:
     """
     try:
         with limited(signal.ITIMER_PROF, job.seconds):
-            text = render(_compiled(job.template), job.messages, job.special, answer=job.answer)
+            text = render(
+                _compiled(job.template), job.messages, job.special, answer=job.answer, variables=job.variables
+            )
             text.encode()  # a lone surrogate is no text
     except MemoryError:
         return Refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", True)
@@ -71,7 +74,7 @@ def _refused(problem: str) -> Refused:
 
 
 @lru_cache(MAX_COMPILED_TEMPLATES)
-def _compiled(source: str) -> jinja2.Template:
+def _compiled(source: str) -> ChatTemplate:
     return compile_template(source)
 
 

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from cluster.messages import Adapter, Grammar, Sampling
-from tests.support.draws import draws
 from tests.support.drawn_schemas import draw_schema
+from tests.support.draws import draws
 from tests.vllm.vllm_process import VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
