@@ -42,6 +42,8 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     ignore_eos: bool | None = None
     chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE)] | None = None
     """Jinja chat template, as in tokenizer_config.json; None: the base model's."""
+    tool_parser: Literal["hermes", "llama3_json"] | None = None
+    """Form of tool calls in answers; None: the one that the chat template shows."""
 
 
 class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from cluster.chat_template import ERRORS, ChatTemplate, compile_template, render
+from cluster.chat_template import ERRORS, compile_template, render
 from cluster.token_bytes import token_bytes
 
 SHORT_CHARACTERS = 512
@@ -46,7 +46,9 @@ class BaseText:
         """Texts of the special tokens, by the names that chat templates use."""
         self.bos_id = _bos_id(self.tokenizer, self.special.get("bos_token"), config)
         self.eos_ids = end_token_ids(directory)
-        self._template = _compile_template(directory, settings)
+        self.template = _read_template(directory, settings)
+        """Source of the base model's chat template; empty if it has none"""
+        self._template = compile_template(self.template) if self.template else None
         self._token_bytes = token_bytes(self.tokenizer)
         self._added = _added_tokens(self.tokenizer)
 
@@ -176,10 +178,10 @@ def end_token_ids(directory: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _compile_template(directory: Path, settings: dict[str, Any]) -> ChatTemplate | None:
-    """Returns the base model's compiled chat template; None if it has none."""
+def _read_template(directory: Path, settings: dict[str, Any]) -> str:
+    """Returns the source of the base model's chat template; empty if it has none."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.exists() else settings.get("chat_template")
     if isinstance(source, list):  # several named templates: use the one named default
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return None if source is None else compile_template(source)
+    return source or ""

@@ -45,23 +45,86 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"] = "text"
 
 
+class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Call of a tool: its name, and its arguments as JSON text."""
+
+    name: str
+    arguments: schema.Text = "{}"
+
+
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tool call of an assistant's message that a client sends back."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the call as chat templates read it: arguments as an object where they are one."""
+        try:
+            arguments: Any = msgspec.json.decode(self.function.arguments or "{}")
+        except msgspec.DecodeError:
+            arguments = self.function.arguments
+        return {
+            "id": self.id,
+            "type": self.type,
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Message of a conversation. Clients may send back a message of an earlier reply. Its fields that are not supported
     here must be null."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: schema.Text | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: schema.Text | list[TextPart] | None = None
+    """Text; null or absent only together with `tool_calls`."""
     name: str | None = None
     refusal: None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    """Calls that the assistant made in this message."""
+    tool_call_id: str | None = None
+    """Id of the call whose result a message of the role `tool` is."""
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as chat templates read it: content as one text, the role `developer` as `system`."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        parts = self.content or ""
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        return message
+
+
+class ToolFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tool that the model may call. `parameters`: JSON Schema of its arguments."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: ToolFunction
+    type: Literal["function"] = "function"
+
+
+class ChosenFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class ChosenTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tool that the answer must call."""
+
+    function: ChosenFunction
+    type: Literal["function"] = "function"
 
 
 class Shared(schema.GenerationParams, frozen=True, kw_only=True):
@@ -87,10 +150,39 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_completion_tokens: schema.TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: schema.LogprobCount | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    """Tools that the answer may or must call; null means `auto`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Values for variables of the chat template, such as `enable_thinking`."""
 
     @property
     def top_logprob_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def forced_tools(self) -> list[ToolFunction]:
+        """Returns the tools of which the answer must call one; empty if it may be text."""
+        tools = [tool.function for tool in self.tools or []]
+        if isinstance(self.tool_choice, ChosenTool):
+            return [tool for tool in tools if tool.name == self.tool_choice.function.name]
+        return tools if self.tool_choice == "required" else []
+
+    @property
+    def forced_form(self) -> dict[str, Any] | None:
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.name},
+                    "arguments": {"type": "object"} if tool.parameters is None else tool.parameters,
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for tool in self.forced_tools
+        ]
+        return {"anyOf": calls} if calls else None
 
     @property
     def limit(self) -> int | None:
@@ -131,7 +223,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
     prompt_tokens_details: Details
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -197,10 +289,19 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class CallMade(msgspec.Struct, frozen=True):
+    """Tool call in an answer."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class Reply(msgspec.Struct, frozen=True):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[CallMade] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -221,9 +322,24 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Part of a tool call in a stream. `id`, `type` and the name come first, then the arguments in parts."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, omit_defaults=True):

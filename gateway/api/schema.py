@@ -109,6 +109,11 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
         return stated
 
     @property
+    def forced_form(self) -> dict[str, Any] | None:
+        """Returns the JSON Schema of a tool call that the answer must be; None if it need be none."""
+        return None
+
+    @property
     def echoes(self) -> bool:
         """Returns whether the text begins with the prompt; False on routes without `echo`."""
         return bool(getattr(self, "echo", None))

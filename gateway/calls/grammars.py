@@ -23,6 +23,8 @@ def grammar_of(call: GenerationParams) -> tuple[str, Grammar] | None:
     Raises ServiceError if both fields state a form, or `structured_outputs` does not state exactly one.
     """
     stated = [*_of_response_format(call), *_of_structured_outputs(call.structured_outputs)]
+    if (forced := call.forced_form) is not None:
+        stated.append(("tools", Grammar("json", json.dumps(forced))))
     if len(stated) > 1:
         raise invalid("structured_outputs", f"{stated[0][0]} and {stated[1][0]} both state a form; state one")
     if call.structured_outputs is not None and not stated:

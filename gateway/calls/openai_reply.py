@@ -14,6 +14,7 @@ from gateway.api import openai_schema as openai
 from gateway.calls.dispatch import Generation, events_of
 from gateway.calls.reply import Outcome
 from gateway.calls.request import Echo
+from gateway.calls.tool_calls import CallArguments, CallBegin, Piece, Text, ToolForm, ToolParser
 from gateway.http.errors import openai_body
 from gateway.http.event_stream import sse
 
@@ -33,6 +34,8 @@ class Head(msgspec.Struct, frozen=True):
     choices: int = 1
     top_logprob_count: int = 0
     echo: list[Echo] = []
+    tools: ToolForm | None = None
+    """Form of tool calls in the answers; None: no tools are offered."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
@@ -60,8 +63,30 @@ def full_reply(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | o
 
 def _chat(head: Head, index: int, outcome: Outcome) -> openai.ChatChoice:
     message, done = openai.Reply(content=outcome.text), outcome.done
-    logprobs = _chat_logprobs(head, outcome.logprobs)
-    return openai.ChatChoice(index, message, finish_reason(done), logprobs, done.stop_reason)
+    reason = finish_reason(done)
+    if head.tools is not None:
+        message = _with_calls(head.tools, outcome.text)
+        reason = "tool_calls" if message.tool_calls and reason == "stop" else reason
+    return openai.ChatChoice(index, message, reason, _chat_logprobs(head, outcome.logprobs), done.stop_reason)
+
+
+def _with_calls(form: ToolForm, text: str) -> openai.Reply:
+    """Returns the message of an answer that may have tool calls."""
+    parser = ToolParser(form)
+    content, calls = "", dict[int, openai.CallMade]()
+    for piece in [*parser.feed(text), *parser.end()]:
+        match piece:
+            case Text(part):
+                content += part
+            case CallBegin(at, name, id):
+                calls[at] = openai.CallMade(id, openai.CalledFunction(name, ""))
+            case CallArguments(at, part):
+                function = calls[at].function
+                function = msgspec.structs.replace(function, arguments=function.arguments + part)
+                calls[at] = msgspec.structs.replace(calls[at], function=function)
+    if not calls:
+        return openai.Reply(content)
+    return openai.Reply(content or None, tool_calls=list(calls.values()))
 
 
 def _completion(head: Head, index: int, outcome: Outcome) -> openai.CompletionChoice:
@@ -100,6 +125,7 @@ class _StreamedChoices:
     def __init__(self, head: Head, index: int, generation: Generation) -> None:
         self._head, self._index, self._generation = head, index, generation
         self._is_begun = False
+        self._parser = ToolParser(head.tools) if head.tools is not None else None
         self._offset = 0
         """Number of characters in all preceding tokens of the generation."""
         self.completed = 0
@@ -115,14 +141,20 @@ class _StreamedChoices:
                 yield choice
         if isinstance(event, Token):
             self.completed += len(event.token_ids)
-            yield _token_choice(head, index, event, self._offset)
+            if self._parser is None:
+                yield _token_choice(head, index, event, self._offset)
+            else:
+                logprobs = _chat_logprobs(head, event.logprobs)
+                yield from _tool_choices(index, self._parser.feed(event.text), logprobs)
             # Counted by tokens, as in a full reply, because text may be held back.
             self._offset += sum(len(entry.token) for entry in event.logprobs)
         else:
             self.completed = event.completion_tokens
-            if event.text:
+            if self._parser is not None:
+                yield from _tool_choices(index, [*self._parser.feed(event.text), *self._parser.end()], None)
+            elif event.text:
                 yield _token_choice(head, index, Token(event.text, [], event.completion_tokens), self._offset)
-            yield _last_choice(head, index, event)
+            yield _last_choice(head, index, event, called=self._parser is not None and self._parser.calls > 0)
 
 
 def failure(error: ServiceError, request_id: str) -> bytes:
@@ -170,8 +202,34 @@ def _token_choice(head: Head, index: int, event: Token, offset: int) -> Streamed
     return openai.CompletionChoice(index, event.text, None, _completion_logprobs(head, event.logprobs, offset))
 
 
-def _last_choice(head: Head, index: int, done: Done) -> StreamedChoice:
+def _tool_choices(
+    index: int, pieces: Sequence[Piece], logprobs: openai.ChatLogprobs | None
+) -> Iterator[openai.ChunkChoice]:
+    """Yields the choices of the pieces of an answer that may have tool calls. The log probabilities of a token come
+    with its first piece, and in a chunk of their own if it completes none."""
+    deltas = [_delta(piece) for piece in pieces]
+    if logprobs is not None and not deltas:
+        deltas = [openai.Delta()]
+    for delta in deltas:
+        yield openai.ChunkChoice(index, delta, None, logprobs)
+        logprobs = None
+
+
+def _delta(piece: Piece) -> openai.Delta:
+    match piece:
+        case Text(text):
+            return openai.Delta(content=text)
+        case CallBegin(at, name, id):
+            function = openai.FunctionDelta(name, "")
+            return openai.Delta(tool_calls=[openai.CallDelta(at, function, id, "function")])
+        case CallArguments(at, text):
+            return openai.Delta(tool_calls=[openai.CallDelta(at, openai.FunctionDelta(arguments=text))])
+
+
+def _last_choice(head: Head, index: int, done: Done, *, called: bool) -> StreamedChoice:
     reason = finish_reason(done)
+    if called and reason == "stop":
+        reason = "tool_calls"
     if head.chat:
         return openai.ChunkChoice(index, openai.Delta(), reason, None, done.stop_reason)
     return openai.CompletionChoice(index, "", reason, None, done.stop_reason)

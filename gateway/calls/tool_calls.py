@@ -97,23 +97,24 @@ class ToolParser:
             elif self._form.opening:
                 yield from self._outside(last)
             else:
-                yield from self._whole(last)
+                yield from self._undivided(last)
             if (len(self._buffer), self._call) == before:
                 return
 
     def _outside(self, last: bool) -> Iterator[Piece]:
-        """Sends text up to the next opening. Whitespace waits for what follows: it is left out beside calls."""
-        text, found, rest = self._buffer.partition(self._form.opening)
-        size = len(text) if last or found else len(text) - _overlap(text, self._form.opening)
-        if not (last and not found and not self.calls):
+        """Sends text up to the next opening. Whitespace waits for what follows, and is left out before and after
+        calls."""
+        text, opening, rest = self._buffer.partition(self._form.opening)
+        size = len(text) if last or opening else len(text) - _overlap(text, self._form.opening)
+        if not (last and not opening and not self.calls):
             size = len(text[:size].rstrip())
         if size:
             yield Text(text[:size])
-        self._buffer = rest if found else "" if last else text[size:]
-        if found:
+        self._buffer = rest if opening else "" if last else text[size:]
+        if opening:
             self._call = _Call(self.calls)
 
-    def _whole(self, last: bool) -> Iterator[Piece]:
+    def _undivided(self, last: bool) -> Iterator[Piece]:
         """Sends text if the answer is no call."""
         stripped = self._buffer.lstrip(" \t\r\n;")
         for mark in self._form.marks:
@@ -132,8 +133,8 @@ class ToolParser:
         """Sends what the call has, and ends it at its closing."""
         body, closed, rest = self._buffer, last, ""
         if self._form.closing:
-            body, found, rest = self._buffer.partition(self._form.closing)
-            closed = bool(found) or last
+            body, closing, rest = self._buffer.partition(self._form.closing)
+            closed = bool(closing) or last
             if not closed:
                 body = body[: len(body) - _overlap(body, self._form.closing)]
         else:

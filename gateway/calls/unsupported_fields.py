@@ -24,7 +24,7 @@ _TEXT_ONLY = "answers are text"
 _STRUCTURED = "use structured_outputs, or response_format"
 _CHOICES = "use n, which returns all choices, and choose by logprobs"
 _SAMPLING = "use temperature, top_p, top_k and n"
-_TOOLS = "describe the tools in the prompt, or train the adapter for them, and parse the text"
+_TOOLS = "use tools and tool_choice on /v1/chat/completions"
 
 UNSUPPORTED: dict[str, Unsupported] = {
     "allowed_token_ids": Unsupported((None,), "use logit_bias or bad_words"),
@@ -45,18 +45,21 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "priority": Unsupported((None, 0), "the function's slo_class says which calls go first"),
     "reasoning_effort": Unsupported((None, "none"), "use max_tokens"),
     "suffix": Unsupported((None, ""), "put what comes after into the prompt"),
-    "tool_choice": Unsupported((None, "none", "auto"), _TOOLS),
-    "tools": Unsupported((None, []), _TOOLS),
     "use_beam_search": Unsupported((None, False), _SAMPLING),
     "verbosity": Unsupported((None, "medium"), "use max_tokens"),
     "web_search_options": Unsupported((None,), "put what was found into the prompt"),
 }
+PROMPT_UNSUPPORTED = {
+    "tool_choice": Unsupported((None, "none", "auto"), _TOOLS),
+    "tools": Unsupported((None, []), _TOOLS),
+}
+"""Fields that are served on /v1/chat/completions only."""
 CHAT_UNSUPPORTED = {
     "echo": Unsupported((None, False), "use /v1/completions, or prompt_logprobs"),
 }
 
 
-ROLES = {"tool": _TOOLS, "function": _TOOLS}
+ROLES = {"function": "use the role tool, with tool_call_id"}
 PARTS = dict.fromkeys(
     ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file"),
     "the base reads text alone: say in words what it is to know",

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from gateway.api import schema
 from gateway.calls.prompts import source_of
 from gateway.calls.reply import collect, invocation_headers, invoke_events, invoke_failure, invoke_reply
-from gateway.calls.unsupported_fields import UNSUPPORTED, supported_fields
+from gateway.calls.unsupported_fields import PROMPT_UNSUPPORTED, UNSUPPORTED, supported_fields
 from gateway.events.calls import IDEMPOTENCY_HEADER
 from gateway.events.messages import EventReply, reply_of
 from gateway.groups import Calls
@@ -48,7 +48,7 @@ TYPE_HEADER = "x-invocation-type"
 )
 async def invoke(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
     data = await read_call_body(request, calls.config)
-    call = convert(supported_fields(parse_json(data), UNSUPPORTED), schema.InvokeRequest)
+    call = convert(supported_fields(parse_json(data), UNSUPPORTED | PROMPT_UNSUPPORTED), schema.InvokeRequest)
     watch.lap("body")
     function = _name_and_qualifier(request)
     if _is_event(request, call):

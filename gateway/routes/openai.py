@@ -13,10 +13,18 @@ from adapters.functions import FunctionRecord
 from gateway.api import openai_schema as openai
 from gateway.api import schema
 from gateway.calls.openai_reply import Head, chunks, failure, full_reply
-from gateway.calls.prompts import Conversation, Source, prompts_of
+from gateway.calls.prompts import Source, prompts_of
 from gateway.calls.reply import collect, invocation_headers
 from gateway.calls.request import Invocation
-from gateway.calls.unsupported_fields import CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported, supported_fields
+from gateway.calls.tool_calls import ToolForm
+from gateway.calls.tools import conversation_of, form_of
+from gateway.calls.unsupported_fields import (
+    CHAT_UNSUPPORTED,
+    PROMPT_UNSUPPORTED,
+    UNSUPPORTED,
+    Unsupported,
+    supported_fields,
+)
 from gateway.groups import Calls
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
@@ -76,7 +84,7 @@ async def get_model(request: Request, calls: Calls, tenant: str) -> Response:
     stream="Completion chunks, then `data: [DONE]`",
 )
 async def create_completion(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
-    call = await _read(request, calls, watch, openai.CompletionRequest, UNSUPPORTED)
+    call = await _read(request, calls, watch, openai.CompletionRequest, UNSUPPORTED | PROMPT_UNSUPPORTED)
     source = prompts_of(call.prompt, calls.inputs.base.vocab_size)
     if len(source.prompts) * (call.n or 1) > schema.MAX_GENERATIONS:
         raise invalid("n", f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls")
@@ -97,8 +105,7 @@ async def create_chat_completion(request: Request, calls: Calls, tenant: str, wa
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ")
-    source = Conversation([message.plain() for message in call.messages])
-    return await _answer(request, calls, tenant, watch, call, source)
+    return await _answer(request, calls, tenant, watch, call, conversation_of(call))
 
 
 async def _read(request: Request, calls: Calls, watch: Stopwatch, kind: type[T], unserved: dict[str, Unsupported]) -> T:
@@ -117,7 +124,7 @@ async def _answer(
 ) -> ASGIApp:
     function = calls.inputs.split_model(call.model)
     invocation = await calls.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
-    head = _head(invocation, call)
+    head = _head(invocation, call, form_of(call, invocation, calls.inputs.text))
     generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])
     if call.stream:
@@ -126,7 +133,7 @@ async def _answer(
     return json_response(full_reply(head, outcomes), headers=headers())
 
 
-def _head(invocation: Invocation, call: openai.Shared) -> Head:
+def _head(invocation: Invocation, call: openai.Shared, tools: ToolForm | None) -> Head:
     streamed = call.stream_options or openai.StreamOptions()
     return Head(
         id=invocation.id,
@@ -137,6 +144,7 @@ def _head(invocation: Invocation, call: openai.Shared) -> Head:
         choices=invocation.choices,
         top_logprob_count=call.top_logprob_count or 0,
         echo=invocation.echo,
+        tools=tools,
         prompt_logprobs=call.prompt_logprobs is not None,
         continuous_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
     )

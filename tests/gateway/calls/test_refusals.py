@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running_gateway import Running
 
-from gateway.calls.unsupported_fields import CHAT_UNSUPPORTED, DOCS, UNSUPPORTED
+from gateway.calls.unsupported_fields import CHAT_UNSUPPORTED, DOCS, PROMPT_UNSUPPORTED, UNSUPPORTED
 
 ROOT = Path(__file__).parents[3]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -27,7 +27,8 @@ EXPECTED = {
 """The full text of some; of all the form is checked."""
 
 
-FIELDS = dict.fromkeys(ROUTES, UNSUPPORTED) | {"/v1/chat/completions": UNSUPPORTED | CHAT_UNSUPPORTED}
+FIELDS = dict.fromkeys(ROUTES, UNSUPPORTED | PROMPT_UNSUPPORTED)
+FIELDS["/v1/chat/completions"] = UNSUPPORTED | CHAT_UNSUPPORTED
 
 
 @pytest.fixture

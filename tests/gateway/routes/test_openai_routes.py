@@ -154,10 +154,11 @@ def test_refuses_with_400_and_param(client: openai.OpenAI, fields: dict, param: 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_objects"}}, "response_format.type"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({}, "messages"),

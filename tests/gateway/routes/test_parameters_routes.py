@@ -127,7 +127,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
     ({"guided_json": {}}, "guided_json", "use structured_outputs"),
     ({"structured_outputs": {}}, "structured_outputs", "state one of json, regex, choice, grammar"),
-    ({"tools": [{"type": "function"}]}, "tools", "parse the text"),
+    ({"tools": [{"type": "function"}]}, "tools", "on /v1/chat/completions"),
     ({"priority": 3}, "priority", "slo_class"),
     ({"max_tokens": False}, "max_tokens", "int"),
     ({"max_tokens": 0}, "max_tokens", "to score a prompt use 1, with prompt_logprobs"),
@@ -164,7 +164,7 @@ def test_refusals_of_one_route(gateway: Running) -> None:
     chat = gateway.client().post("/v1/chat/completions", json={"model": "stories260K", **body})
     assert (chat.status_code, chat.json()["error"]["param"]) == (400, "echo")
     for message, param, says in [
-        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "messages[0].role", "role tool is not served"),
+        ({"role": "function", "content": "4", "name": "x"}, "messages[0].role", "role function is not served"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]},
          "messages[0].content[1].type", "image_url is not served; the base reads text alone"),
         ({"role": "nurse", "content": "a"}, "messages[0].role", "nurse"),

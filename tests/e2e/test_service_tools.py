@@ -1,0 +1,156 @@
+"""Tools over HTTP with OpenAI's client: forced calls, text instead of calls, streams, and results sent back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from whole_service import MakeService, Service, eventually
+
+BASE = "story"
+MESSAGES: list[Any] = [{"role": "user", "content": "Once upon a time"}]
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "{% if enable_thinking %}think {% endif %}"
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find_order",
+            "description": "Finds an order",
+            "parameters": {
+                "type": "object",
+                "properties": {"id": {"type": "integer", "minimum": 0, "maximum": 99}},
+                "required": ["id"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "refund",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+]
+NAMED: Any = {"type": "function", "function": {"name": "find_order"}}
+
+
+@pytest.fixture(scope="module")
+def story(
+    make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path], tmp_path_factory: Any
+) -> Service:
+    model = tmp_path_factory.mktemp("model") / BASE
+    shutil.copytree(stories_dir, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return make_service(model, {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}).start()
+
+
+@pytest.fixture
+def http(story: Service) -> Iterator[httpx.Client]:
+    with story.client("acme") as made:
+        yield made
+    assert eventually(story.nothing_held), story.node()
+
+
+@pytest.fixture
+def client(story: Service, http: httpx.Client) -> Iterator[openai.OpenAI]:
+    key = story.credentials["keys"]["acme"]
+    with openai.OpenAI(base_url=f"{story.url}/v1", api_key=key, max_retries=0, timeout=120) as made:
+        yield made
+
+
+@pytest.mark.parametrize("model", [BASE, "dragon"])
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_a_forced_call_and_its_result(client: openai.OpenAI, model: str, choice: Any) -> None:
+    chat = client.chat.completions.create(
+        model=model, messages=MESSAGES, tools=TOOLS, tool_choice=choice, temperature=1, seed=5
+    )
+    (first,) = chat.choices
+    assert first.finish_reason == "tool_calls"
+    assert first.message.content is None
+    (call,) = first.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name in ("find_order", "refund")
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "find_order":
+        assert 0 <= arguments["id"] <= 99
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"state": "sent"}'}
+    after = client.chat.completions.create(
+        model=model, messages=[*MESSAGES, first.message.model_dump(), result], tools=TOOLS, max_tokens=8, temperature=0
+    )
+    assert after.choices[0].message.content
+    assert after.choices[0].message.tool_calls is None
+
+
+def test_a_stream_with_a_forced_call(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="dragon", messages=MESSAGES, tools=TOOLS, tool_choice=NAMED, temperature=1, seed=2
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    (call,) = final.choices[0].message.tool_calls or []
+    assert call.function.name == "find_order"
+    assert 0 <= json.loads(call.function.arguments)["id"] <= 99
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_text_stays_text(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(
+        model="dragon", messages=MESSAGES, tools=TOOLS, tool_choice="auto", max_tokens=8, temperature=0, n=2
+    )
+    with client.chat.completions.stream(
+        model="dragon", messages=MESSAGES, tools=TOOLS, max_tokens=8, temperature=0
+    ) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+    assert text == plain.choices[0].message.content == plain.choices[1].message.content
+    assert plain.choices[0].message.tool_calls is None
+
+
+def test_the_template_gets_tools_and_values(http: httpx.Client) -> None:
+    def prompt_tokens(**fields: Any) -> int:
+        body = {"model": "dragon", "messages": MESSAGES, "max_tokens": 1, **fields}
+        reply = http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return int(reply.json()["usage"]["prompt_tokens"])
+
+    plain = prompt_tokens()
+    assert prompt_tokens(tools=TOOLS) > plain
+    assert prompt_tokens(tools=TOOLS, tool_choice="none") == plain
+    assert prompt_tokens(tools=[], tool_choice="auto") == plain
+    assert prompt_tokens(chat_template_kwargs={"enable_thinking": True}) > plain
+    assert prompt_tokens(chat_template_kwargs={"enable_thinking": False}) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "part"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "same name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", ""),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages[0].content", "missing"),
+        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"chat_template_kwargs": {"thinking": 1}}, "messages", "not read thinking; it reads enable_thinking, tools"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "structured_outputs", "state one"),
+    ],
+)  # fmt: skip
+def test_refusals(http: httpx.Client, fields: dict[str, Any], param: str, part: str) -> None:
+    reply = http.post("/v1/chat/completions", json={"model": "dragon", "messages": MESSAGES, **fields})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == param, error
+    assert part in error["message"], error
