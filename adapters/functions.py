@@ -44,6 +44,8 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Jinja chat template, as in tokenizer_config.json; None: the base model's."""
     tool_parser: Literal["hermes", "llama3_json"] | None = None
     """Form of tool calls in answers; None: the one that the chat template shows."""
+    reasoning_parser: Literal["think"] | None = None
+    """Form of reasoning in answers, which chats then return apart (`reasoning_content`); None: it stays in the text."""
 
 
 class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

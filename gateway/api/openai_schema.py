@@ -82,6 +82,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Text; null or absent only together with `tool_calls`."""
     name: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    """Reasoning of an earlier answer, which the chat template gets."""
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
@@ -97,6 +99,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.role == "tool":
             message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
         return message
@@ -155,6 +159,10 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Tools that the answer may or must call; null means `auto`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Values for variables of the chat template, such as `enable_thinking`."""
+    reasoning_effort: str | None = None
+    """Value for the chat template's variable of this name; `none` and null leave it out."""
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer, if the function's policy separates it."""
 
     @property
     def top_logprob_count(self) -> int | None:
@@ -216,11 +224,17 @@ class Details(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class TokenUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: Details
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
+    """Only in answers of functions with a `reasoning_parser`."""
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -302,6 +316,7 @@ class Reply(msgspec.Struct, frozen=True):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[CallMade] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -340,6 +355,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[CallDelta] | None = None
+    reasoning_content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -11,10 +11,11 @@ import msgspec
 from cluster.errors import ServiceError
 from cluster.messages import Done, Token, TokenLogprob
 from gateway.api import openai_schema as openai
+from gateway.calls.answers import AnswerForm, AnswerParser, AnswerPiece, Reasoning
 from gateway.calls.dispatch import Generation, events_of
 from gateway.calls.reply import Outcome
 from gateway.calls.request import Echo
-from gateway.calls.tool_calls import CallArguments, CallBegin, Piece, Text, ToolForm, ToolParser
+from gateway.calls.tool_calls import CallArguments, CallBegin, Text
 from gateway.http.errors import openai_body
 from gateway.http.event_stream import sse
 
@@ -34,8 +35,10 @@ class Head(msgspec.Struct, frozen=True):
     choices: int = 1
     top_logprob_count: int = 0
     echo: list[Echo] = []
-    tools: ToolForm | None = None
-    """Form of tool calls in the answers; None: no tools are offered."""
+    form: AnswerForm | None = None
+    """Form of a chat's answers; None: they are text alone."""
+    opened: list[bool] = []
+    """True for each generation whose prompt has opened the reasoning; empty if reasoning is not separated."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
@@ -44,49 +47,60 @@ class Head(msgspec.Struct, frozen=True):
         """Returns the echo at the beginning of the generation's text; None if nothing is echoed."""
         return self.echo[index // self.choices] if self.echo else None
 
+    def parser(self, index: int) -> AnswerParser:
+        """Returns a parser of the generation's answer."""
+        assert self.form is not None
+        return AnswerParser(self.form, opened=bool(self.opened) and self.opened[index])
+
 
 def full_reply(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | openai.Chat:
-    usage = usage_of(head, [outcome.done for outcome in outcomes])
+    ends = [outcome.done for outcome in outcomes]
     if head.chat:
+        answers = [_chat(head, *pair) for pair in enumerate(outcomes)]
         return openai.Chat(
             id=head.id,
             object="chat.completion",
             created=head.created,
             model=head.model,
-            choices=[_chat(head, *pair) for pair in enumerate(outcomes)],
-            usage=usage,
+            choices=answers,
+            usage=usage_of(head, ends, sum(outcome.reasoning_tokens for outcome in outcomes)),
             prompt_logprobs=_prompt_logprobs(head, outcomes[0]),
         )
     choices = [_completion(head, *pair) for pair in enumerate(outcomes)]
-    return openai.Completion(head.id, head.created, head.model, choices, usage)
+    return openai.Completion(head.id, head.created, head.model, choices, usage_of(head, ends))
 
 
 def _chat(head: Head, index: int, outcome: Outcome) -> openai.ChatChoice:
     message, done = openai.Reply(content=outcome.text), outcome.done
     reason = finish_reason(done)
-    if head.tools is not None:
-        message = _with_calls(head.tools, outcome.text)
+    if head.form is not None:
+        message = _message(head.parser(index), outcome)
         reason = "tool_calls" if message.tool_calls and reason == "stop" else reason
     return openai.ChatChoice(index, message, reason, _chat_logprobs(head, outcome.logprobs), done.stop_reason)
 
 
-def _with_calls(form: ToolForm, text: str) -> openai.Reply:
-    """Returns the message of an answer that may have tool calls."""
-    parser = ToolParser(form)
-    content, calls = "", dict[int, openai.CallMade]()
-    for piece in [*parser.feed(text), *parser.end()]:
+def _message(parser: AnswerParser, outcome: Outcome) -> openai.Reply:
+    """Returns the message of an answer that may have reasoning and tool calls."""
+    content, reasoning, calls = "", "", dict[int, openai.CallMade]()
+    pieces = [piece for text, tokens in outcome.pieces for piece in parser.feed(text, tokens)]
+    for piece in [*pieces, *parser.feed("", 0, last=True)]:
         match piece:
             case Text(part):
                 content += part
+            case Reasoning(part):
+                reasoning += part
             case CallBegin(at, name, id):
                 calls[at] = openai.CallMade(id, openai.CalledFunction(name, ""))
             case CallArguments(at, part):
                 function = calls[at].function
                 function = msgspec.structs.replace(function, arguments=function.arguments + part)
                 calls[at] = msgspec.structs.replace(calls[at], function=function)
-    if not calls:
-        return openai.Reply(content)
-    return openai.Reply(content or None, tool_calls=list(calls.values()))
+    outcome.reasoning_tokens = parser.reasoning_tokens
+    return openai.Reply(
+        content or (None if calls else ""),
+        tool_calls=list(calls.values()) if calls else msgspec.UNSET,
+        reasoning_content=reasoning or msgspec.UNSET,
+    )
 
 
 def _completion(head: Head, index: int, outcome: Outcome) -> openai.CompletionChoice:
@@ -114,7 +128,8 @@ async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerato
                     usage = _usage_so_far(head, generations, sum(each.completed for each in choices))
                 yield sse(kind(head.id, head.created, head.model, [choice], usage))
     if head.include_usage:
-        usage = usage_of(head, [generation.done for generation in generations if generation.done])
+        reasoning = sum(each.parser.reasoning_tokens for each in choices if each.parser is not None)
+        usage = usage_of(head, [generation.done for generation in generations if generation.done], reasoning)
         yield sse(kind(head.id, head.created, head.model, [], usage))
     yield END
 
@@ -125,7 +140,7 @@ class _StreamedChoices:
     def __init__(self, head: Head, index: int, generation: Generation) -> None:
         self._head, self._index, self._generation = head, index, generation
         self._is_begun = False
-        self._parser = ToolParser(head.tools) if head.tools is not None else None
+        self.parser = head.parser(index) if head.form is not None else None
         self._offset = 0
         """Number of characters in all preceding tokens of the generation."""
         self.completed = 0
@@ -141,20 +156,20 @@ class _StreamedChoices:
                 yield choice
         if isinstance(event, Token):
             self.completed += len(event.token_ids)
-            if self._parser is None:
+            if self.parser is None:
                 yield _token_choice(head, index, event, self._offset)
             else:
-                logprobs = _chat_logprobs(head, event.logprobs)
-                yield from _tool_choices(index, self._parser.feed(event.text), logprobs)
+                pieces = self.parser.feed(event.text, len(event.token_ids))
+                yield from _piece_choices(index, pieces, _chat_logprobs(head, event.logprobs))
             # Counted by tokens, as in a full reply, because text may be held back.
             self._offset += sum(len(entry.token) for entry in event.logprobs)
         else:
             self.completed = event.completion_tokens
-            if self._parser is not None:
-                yield from _tool_choices(index, [*self._parser.feed(event.text), *self._parser.end()], None)
+            if self.parser is not None:
+                yield from _piece_choices(index, self.parser.feed(event.text, 0, last=True), None)
             elif event.text:
                 yield _token_choice(head, index, Token(event.text, [], event.completion_tokens), self._offset)
-            yield _last_choice(head, index, event, called=self._parser is not None and self._parser.calls > 0)
+            yield _last_choice(head, index, event, called=self.parser is not None and self.parser.calls > 0)
 
 
 def failure(error: ServiceError, request_id: str) -> bytes:
@@ -166,12 +181,15 @@ def finish_reason(done: Done) -> openai.FinishReason:
     return "stop" if done.finish_reason in ("stop", "cancelled") else "length"
 
 
-def usage_of(head: Head, ends: Sequence[Done]) -> openai.TokenUsage:
-    """Returns the token usage of all choices together; each prompt counts once, however many choices it has."""
+def usage_of(head: Head, ends: Sequence[Done], reasoning_tokens: int = 0) -> openai.TokenUsage:
+    """Returns the token usage of all choices together; each prompt counts once, however many choices it has.
+    `reasoning_tokens`: those of the completion tokens that are reasoning, if it is separated."""
+    separated = head.form is not None and head.form.reasoning
+    details = openai.CompletionDetails(reasoning_tokens) if separated else msgspec.UNSET
     prompt = sum(done.prompt_tokens for done in ends[:: head.choices])
     completion = sum(done.completion_tokens for done in ends)
     cached = sum(done.cached_tokens for done in ends[:: head.choices])
-    return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(cached))
+    return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(cached), details)
 
 
 def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int) -> openai.TokenUsage:
@@ -202,10 +220,10 @@ def _token_choice(head: Head, index: int, event: Token, offset: int) -> Streamed
     return openai.CompletionChoice(index, event.text, None, _completion_logprobs(head, event.logprobs, offset))
 
 
-def _tool_choices(
-    index: int, pieces: Sequence[Piece], logprobs: openai.ChatLogprobs | None
+def _piece_choices(
+    index: int, pieces: Sequence[AnswerPiece], logprobs: openai.ChatLogprobs | None
 ) -> Iterator[openai.ChunkChoice]:
-    """Yields the choices of the pieces of an answer that may have tool calls. The log probabilities of a token come
+    """Yields the choices of the pieces of an answer. The log probabilities of a token come
     with its first piece, and in a chunk of their own if it completes none."""
     deltas = [_delta(piece) for piece in pieces]
     if logprobs is not None and not deltas:
@@ -215,10 +233,12 @@ def _tool_choices(
         logprobs = None
 
 
-def _delta(piece: Piece) -> openai.Delta:
+def _delta(piece: AnswerPiece) -> openai.Delta:
     match piece:
         case Text(text):
             return openai.Delta(content=text)
+        case Reasoning(text):
+            return openai.Delta(reasoning_content=text)
         case CallBegin(at, name, id):
             function = openai.FunctionDelta(name, "")
             return openai.Delta(tool_calls=[openai.CallDelta(at, function, id, "function")])

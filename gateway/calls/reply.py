@@ -23,24 +23,35 @@ class Outcome(msgspec.Struct):
     logprobs: list[TokenLogprob]
     done: Done
     prompt_logprobs: list[TokenLogprob] = []
+    pieces: list[tuple[str, int]] = []
+    """Parts of the text as they came, each with its number of tokens."""
+    reasoning_tokens: int = 0
+    """Number of tokens of reasoning, once it was separated."""
 
 
 async def collect(generations: Sequence[Generation]) -> list[Outcome]:
     """Runs all generations and returns their outcomes. Raises the first ServiceError and cancels the others."""
-    pieces: list[list[str]] = [[] for _ in generations]
+    pieces: list[list[tuple[str, int]]] = [[] for _ in generations]
     logprobs: list[list[TokenLogprob]] = [[] for _ in generations]
     ends: dict[int, Done] = {}
     async with events_of(generations) as events:
         async for index, event in events:
-            pieces[index].append(event.text)
             if isinstance(event, Done):
                 ends[index] = event
+                pieces[index].append((event.text, 0))
             else:
+                pieces[index].append((event.text, len(event.token_ids)))
                 logprobs[index] += event.logprobs
     if len(ends) != len(generations):
         raise ServiceError("node_failed", "the node's stream ended without a result")
     return [
-        Outcome("".join(pieces[index]), logprobs[index], ends[index], generation.prompt_logprobs)
+        Outcome(
+            "".join(text for text, _ in pieces[index]),
+            logprobs[index],
+            ends[index],
+            generation.prompt_logprobs,
+            pieces[index],
+        )
         for index, generation in enumerate(generations)
     ]
 

@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gateway.calls.marks import overlap
+
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """Begin of a call whose name comes before its arguments."""
 
@@ -105,7 +107,7 @@ class ToolParser:
         """Sends text up to the next opening. Whitespace waits for what follows, and is left out before and after
         calls."""
         text, opening, rest = self._buffer.partition(self._form.opening)
-        size = len(text) if last or opening else len(text) - _overlap(text, self._form.opening)
+        size = len(text) if last or opening else len(text) - overlap(text, self._form.opening)
         if not (last and not opening and not self.calls):
             size = len(text[:size].rstrip())
         if size:
@@ -136,7 +138,7 @@ class ToolParser:
             body, closing, rest = self._buffer.partition(self._form.closing)
             closed = bool(closing) or last
             if not closed:
-                body = body[: len(body) - _overlap(body, self._form.closing)]
+                body = body[: len(body) - overlap(body, self._form.closing)]
         else:
             length = _object_length(body)
             body, rest, closed = (body[:length], body[length:], True) if length else (body, "", last)
@@ -191,11 +193,6 @@ class _Call:
         arguments = call.get("arguments", call.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return [CallBegin(self._index, call["name"]), CallArguments(self._index, text)]
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest end of the text that is a begin of the mark."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _object_length(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Tools of a chat: the conversation with them, and the form of the calls in its answer."""
+"""Tools and reasoning of a chat: the conversation with them, and the form of its answers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import msgspec
 
 from cluster.text import BaseText
 from gateway.api import openai_schema as openai
+from gateway.calls.answers import AnswerForm
 from gateway.calls.prompts import Conversation
+from gateway.calls.reasoning import OPENING
 from gateway.calls.request import Invocation
 from gateway.calls.tool_calls import ToolForm, hermes, llama3_json
 from gateway.http.errors import invalid
 
+PROMPT_END = 16
+"""Number of the prompt's last tokens that are searched for the begin of reasoning."""
 LLAMA_MARK = "<|python_tag|>"
 """Text that only chat templates of Llama's form have."""
 
@@ -25,6 +29,8 @@ def conversation_of(call: openai.ChatRequest) -> Conversation:
             raise invalid(field, f"{field} is missing; only an assistant's message with tool_calls needs none")
     _check_choice(call)
     variables: dict[str, Any] = dict(call.chat_template_kwargs or {})
+    if call.reasoning_effort not in (None, "none"):
+        variables["reasoning_effort"] = call.reasoning_effort
     if offered_tools(call):
         variables["tools"] = [msgspec.to_builtins(tool) for tool in call.tools or []]
     return Conversation([message.plain() for message in call.messages], variables=variables)
@@ -45,21 +51,32 @@ def _check_choice(call: openai.ChatRequest) -> None:
         raise invalid("tool_choice", f"tool_choice names {call.tool_choice.function.name!r}, which is not in tools")
 
 
-def form_of(call: openai.Shared, invocation: Invocation, text: BaseText) -> ToolForm | None:
+def form_of(call: openai.Shared, invocation: Invocation, text: BaseText) -> AnswerForm | None:
+    """Returns the form of a chat's answers; None if they are text alone."""
+    if not isinstance(call, openai.ChatRequest):
+        return None
+    tools = _tool_form(call, invocation, text)
+    reasoning = invocation.target.policy.defaults.reasoning_parser is not None
+    return AnswerForm(tools, reasoning, call.include_reasoning is not False) if tools or reasoning else None
+
+
+def opened_reasoning(invocation: Invocation, text: BaseText) -> list[bool]:
+    """Returns, for each generation, whether its prompt ends with the begin of the reasoning."""
+    return [text.decode(request.token_ids[-PROMPT_END:]).rstrip().endswith(OPENING) for request in invocation.requests]
+
+
+def _tool_form(call: openai.ChatRequest, invocation: Invocation, text: BaseText) -> ToolForm | None:
     """Returns the form of tool calls in the answer; None if the call offers no tools.
 
     A forced call is JSON alone. Otherwise the form is that of `defaults.tool_parser`, or the one that the chat template
     shows.
     """
-    tools = offered_tools(call) if isinstance(call, openai.ChatRequest) else []
-    if not tools or not isinstance(call, openai.ChatRequest):
+    names = frozenset(tool.name for tool in offered_tools(call))
+    if not names:
         return None
-    names = frozenset(tool.name for tool in tools)
     if call.forced_tools:
         return llama3_json(names)
     defaults = invocation.target.policy.defaults
-    parser = defaults.tool_parser
     template = defaults.chat_template or text.template
-    if parser is None:
-        parser = "llama3_json" if LLAMA_MARK in template else "hermes"
+    parser = defaults.tool_parser or ("llama3_json" if LLAMA_MARK in template else "hermes")
     return hermes(names) if parser == "hermes" else llama3_json(names)

@@ -43,13 +43,13 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "moderation": Unsupported((None,), "check the text in the caller"),
     "prediction": Unsupported((None,), "leave it out: it would change the speed alone"),
     "priority": Unsupported((None, 0), "the function's slo_class says which calls go first"),
-    "reasoning_effort": Unsupported((None, "none"), "use max_tokens"),
     "suffix": Unsupported((None, ""), "put what comes after into the prompt"),
     "use_beam_search": Unsupported((None, False), _SAMPLING),
     "verbosity": Unsupported((None, "medium"), "use max_tokens"),
     "web_search_options": Unsupported((None,), "put what was found into the prompt"),
 }
 PROMPT_UNSUPPORTED = {
+    "reasoning_effort": Unsupported((None, "none"), "use it on /v1/chat/completions"),
     "tool_choice": Unsupported((None, "none", "auto"), _TOOLS),
     "tools": Unsupported((None, []), _TOOLS),
 }

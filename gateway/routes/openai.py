@@ -10,14 +10,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from adapters.functions import FunctionRecord
+from cluster.text import BaseText
 from gateway.api import openai_schema as openai
 from gateway.api import schema
 from gateway.calls.openai_reply import Head, chunks, failure, full_reply
 from gateway.calls.prompts import Source, prompts_of
 from gateway.calls.reply import collect, invocation_headers
 from gateway.calls.request import Invocation
-from gateway.calls.tool_calls import ToolForm
-from gateway.calls.tools import conversation_of, form_of
+from gateway.calls.tools import conversation_of, form_of, opened_reasoning
 from gateway.calls.unsupported_fields import (
     CHAT_UNSUPPORTED,
     PROMPT_UNSUPPORTED,
@@ -124,7 +124,7 @@ async def _answer(
 ) -> ASGIApp:
     function = calls.inputs.split_model(call.model)
     invocation = await calls.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
-    head = _head(invocation, call, form_of(call, invocation, calls.inputs.text))
+    head = _head(invocation, call, calls.inputs.text)
     generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])
     if call.stream:
@@ -133,7 +133,8 @@ async def _answer(
     return json_response(full_reply(head, outcomes), headers=headers())
 
 
-def _head(invocation: Invocation, call: openai.Shared, tools: ToolForm | None) -> Head:
+def _head(invocation: Invocation, call: openai.Shared, text: BaseText) -> Head:
+    form = form_of(call, invocation, text)
     streamed = call.stream_options or openai.StreamOptions()
     return Head(
         id=invocation.id,
@@ -144,7 +145,8 @@ def _head(invocation: Invocation, call: openai.Shared, tools: ToolForm | None) -
         choices=invocation.choices,
         top_logprob_count=call.top_logprob_count or 0,
         echo=invocation.echo,
-        tools=tools,
+        form=form,
+        opened=opened_reasoning(invocation, text) if form is not None and form.reasoning else [],
         prompt_logprobs=call.prompt_logprobs is not None,
         continuous_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
     )

@@ -53,7 +53,9 @@ def story(
     model = tmp_path_factory.mktemp("model") / BASE
     shutil.copytree(stories_dir, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    return make_service(model, {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}).start()
+    dragon = {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}
+    thinker = dragon | {"defaults": {"reasoning_parser": "think"}}
+    return make_service(model, {"dragon": dragon, "thinker": thinker}).start()
 
 
 @pytest.fixture
@@ -154,3 +156,37 @@ def test_refusals(http: httpx.Client, fields: dict[str, Any], param: str, part: 
     error = reply.json()["error"]
     assert error["param"] == param, error
     assert part in error["message"], error
+
+
+FORCED: Any = {"grammar": 'start: "<think>" /[a-z]{3,9}/ "</think>" "yes"'}
+
+
+def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI, http: httpx.Client) -> None:
+    """The form forces an answer with reasoning, which a small model would not write."""
+    body: dict[str, Any] = {"model": "thinker", "messages": MESSAGES, "temperature": 1, "seed": 1}
+    body["structured_outputs"] = FORCED
+    reply = http.post("/v1/chat/completions", json=body).json()
+    message, usage = reply["choices"][0]["message"], reply["usage"]
+    assert message["content"] == "yes"
+    assert 3 <= len(message["reasoning_content"]) <= 9
+    details = usage["completion_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < usage["completion_tokens"]
+    streamed = {"content": "", "reasoning_content": ""}
+    extra = {"structured_outputs": FORCED}
+    stream = client.chat.completions.create(
+        model="thinker", messages=MESSAGES, temperature=1, seed=1, stream=True,
+        stream_options={"include_usage": True}, extra_body=extra,
+    )  # fmt: skip
+    for chunk in stream:
+        for choice in chunk.choices:
+            for name in streamed:
+                streamed[name] += getattr(choice.delta, name, None) or ""
+    assert streamed == {"content": "yes", "reasoning_content": message["reasoning_content"]}
+    assert chunk.usage is not None
+    assert chunk.usage.completion_tokens_details is not None
+    assert chunk.usage.completion_tokens_details.reasoning_tokens == details["reasoning_tokens"]
+    without = http.post("/v1/chat/completions", json=body | {"include_reasoning": False}).json()
+    assert "reasoning_content" not in without["choices"][0]["message"]
+    assert without["choices"][0]["message"]["content"] == "yes"
+    plain = http.post("/v1/chat/completions", json=body | {"model": "dragon"}).json()
+    assert "<think>" in plain["choices"][0]["message"]["content"]

@@ -22,7 +22,6 @@ EXPECTED = {
     "suffix": "suffix is not served; put what comes after into the prompt",
     "priority": "priority is not served; the function's slo_class says which calls go first",
     "use_beam_search": "use_beam_search is not served; use temperature, top_p, top_k and n",
-    "reasoning_effort": "reasoning_effort is not served; use max_tokens",
 }
 """The full text of some; of all the form is checked."""
 
