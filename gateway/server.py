@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import mmap
 import os
+import time
 from functools import partial
 from typing import Any, ClassVar
 
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.config import Config
+from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
 from starlette.applications import Starlette
 from uvicorn_worker import UvicornWorker
@@ -35,6 +38,10 @@ COLLECT = (5_000, 20, 100)
 """Thresholds of Python's garbage collector. Most objects of a request are freed by reference counting."""
 KILL_SLACK = 10
 """Seconds from the end of the grace period for open requests until a worker that still runs is killed."""
+FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
+"""Seconds after which a worker that could not start is started again. The pause doubles with each further failure."""
+FORGET_SECONDS = 300.0
+"""Seconds without a failure after which the pause is FIRST_PAUSE again."""
 
 log = logging.getLogger("gateway")
 
@@ -72,13 +79,64 @@ def _tell_start(config: GatewayConfig, _: Arbiter) -> None:
     log.info("listening", extra={"host": config.host, "port": config.port, "workers": config.workers})
 
 
-def _started() -> None:
-    """Tunes the garbage collector and logs that the worker can take requests."""
-    _collect_less()
-    log.info("worker is ready", extra={"pid": os.getpid()})
-
-
 class _Arbiter(Arbiter):  # type: ignore[misc]
+    """Arbiter that survives workers which can't start, as long as others serve.
+
+    gunicorn's own ends the whole gateway, so that a wrong setting is seen at once. But once a worker has served, the
+    settings are right, and what a new worker lacks may come back: the registry, memory, or a descriptor.
+    """
+
+    def __init__(self, app: _Server) -> None:
+        super().__init__(app)
+        self._pause = FIRST_PAUSE
+        self._failed_at = self._start_at = float("-inf")
+        """Times of the latest failed start, and before which none is tried, in monotonic seconds."""
+
+    def reap_workers(self) -> None:
+        """Records the ends of workers. Raises HaltServer if one could not start, and none has served or none is
+        left."""
+        while True:
+            before = dict(self.WORKERS)
+            try:
+                super().reap_workers()
+                return
+            except HaltServer:
+                for pid in before.keys() - self.WORKERS.keys():
+                    before[pid].tmp.close()
+                    self.cfg.child_exit(self, before[pid])
+                if not self.LISTENERS:  # the gateway is stopping
+                    continue
+                if not (self.WORKERS and self.app.has_served):
+                    raise
+                self._record_failure("it ended during its start")
+
+    def spawn_worker(self) -> int:
+        self.app.slot = None
+        try:
+            return int(super().spawn_worker())
+        except OSError:
+            self.app.return_slot()
+            raise
+
+    def spawn_workers(self) -> None:
+        """Starts the missing workers, unless one could not start just now."""
+        if time.monotonic() < self._start_at:
+            return
+        try:
+            super().spawn_workers()
+        except OSError as error:  # for instance, the host has no memory or no descriptor for another process
+            if not (self.WORKERS and self.app.has_served):
+                raise
+            self._record_failure(error.strerror or "I/O error")
+
+    def _record_failure(self, why: str) -> None:
+        now = time.monotonic()
+        is_first = now - self._failed_at > FORGET_SECONDS
+        self._pause = FIRST_PAUSE if is_first else min(MAX_PAUSE, 2 * self._pause)
+        self._failed_at, self._start_at = now, now + self._pause
+        extra = {"why": why, "again_in_s": self._pause, "others": len(self.WORKERS)}
+        log.error("a worker could not start, and is started again; the others continue", extra=extra)
+
     def stop(self, graceful: bool = True) -> None:  # noqa: ARG002
         """Stops the workers by SIGTERM, whatever the signal was.
 
@@ -93,9 +151,16 @@ class _Server(BaseApplication):  # type: ignore[misc]
         """`memory`: for the workers' metrics, if there are several workers."""
         self._config = config
         self._memory = memory
-        self._slot: int | None = None
-        """Slot of this worker in `memory`, or in the arbiter that of the latest worker."""
+        self.slot: int | None = None
+        """Slot of this worker in `memory`, or in the arbiter that of the worker that is being started."""
+        self._served = mmap.mmap(-1, 1)
+        """Byte that workers share with the arbiter: 1 once one of them was ready."""
         super().__init__()
+
+    @property
+    def has_served(self) -> bool:
+        """Returns whether any worker has been ready."""
+        return self._served[0] == 1
 
     def run(self) -> None:
         _Arbiter(self).run()
@@ -127,12 +192,25 @@ class _Server(BaseApplication):  # type: ignore[misc]
         """Assigns the worker that is forked next a slot for its metrics. Without a free one its metrics are not
         shown."""
         if self._memory is not None:
-            self._slot = worker.metrics_slot = self._memory.take()
+            self.slot = worker.metrics_slot = self._memory.take()
+
+    def return_slot(self) -> None:
+        """Frees the slot of a worker that could not be forked."""
+        if self._memory is not None and self.slot is not None:
+            self._memory.release(self.slot)
+        self.slot = None
 
     def _release_slot(self, _: Arbiter, worker: UvicornWorker) -> None:
-        """Frees the slot of a worker that has ended: its gauges end, its counters stay."""
+        """Frees the slot of a worker that has ended, once: its gauges end, its counters stay."""
         if self._memory is not None and worker.metrics_slot is not None:
             self._memory.release(worker.metrics_slot)
+            worker.metrics_slot = None
+
+    def _started(self) -> None:
+        """Tunes the garbage collector, and says that the worker can take requests."""
+        _collect_less()
+        self._served[0] = 1
+        log.info("worker is ready", extra={"pid": os.getpid()})
 
     def load(self) -> Starlette:
         # Imported in the worker, so that a reload loads new code.
@@ -140,9 +218,9 @@ class _Server(BaseApplication):  # type: ignore[misc]
         from gateway.workers.metrics import Metrics
         from gateway.workers.shared_values import use_slot
 
-        if self._memory is not None and self._slot is not None:
-            use_slot(self._memory.slot(self._slot))
-        return create_app(self._config, started=_started, metrics=Metrics(self._memory))
+        if self._memory is not None and self.slot is not None:
+            use_slot(self._memory.slot(self.slot))
+        return create_app(self._config, started=self._started, metrics=Metrics(self._memory))
 
 
 class _OurLogger(Logger):  # type: ignore[misc]
