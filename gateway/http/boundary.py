@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
+from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,8 +65,8 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply = _Reply(scope, receive, send)
-        scope.setdefault("state", {})["request_id"] = reply.request_id
+        reply, held = _Reply(scope, receive, send), ExitStack()
+        scope.setdefault("state", {}).update(request_id=reply.request_id, held=held)
         counted = scope["path"] not in UNCOUNTED
         self._requests.change(counted)
         try:
@@ -84,6 +85,7 @@ class Boundary:
             helpful = await _with_suggestion(error, scope)
             await reply.fail(to_service_error(helpful), getattr(error, "headers", None))
         finally:
+            held.close()
             self._requests.change(-counted)
             self._metrics.count_request(_route(scope), reply.status)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, cast
 
@@ -28,7 +29,7 @@ from cluster.http_protocol import mark_keyed
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
 from gateway.http.rates import CALL, READ, WRITE, RouteRate, TakeRate
 from gateway.http.stopwatch import Stopwatch
-from gateway.places.places import SERVICE, owner_now
+from gateway.places.places import SERVICE, Places, owner_now
 
 G = TypeVar("G")
 H = TypeVar("H")
@@ -171,8 +172,7 @@ class Routes(list[Operation], Generic[G]):
 
         async def enter(request: Request) -> tuple[G, str]:
             tenant = await _authenticator(request).tenant(request)
-            await take_rate(request, tenant, rate)
-            owner_now.set(tenant)
+            await _begin(request, tenant, rate)
             return self.group(request), tenant
 
         return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, rate, (TENANT,))
@@ -183,9 +183,8 @@ class Routes(list[Operation], Generic[G]):
         async def enter(request: Request) -> tuple[G, str, Stopwatch]:
             watch = Stopwatch()
             tenant = await _authenticator(request).tenant(request)
-            await take_rate(request, tenant, CALL)
+            await _begin(request, tenant, CALL)
             watch.lap("auth")
-            owner_now.set(tenant)
             return self.group(request), tenant, watch
 
         return self._declare(enter, target, summary, replies, details, CALL_ERRORS, CALL, (TENANT, SESSION))
@@ -210,7 +209,7 @@ class Routes(list[Operation], Generic[G]):
         async def enter(request: Request) -> tuple[G, Caller]:
             caller = await _authenticator(request).caller(request)
             if caller.tenant is not None and not caller.admin:
-                await take_rate(request, caller.tenant, rate)
+                await _begin(request, caller.tenant, rate)
             owner_now.set(caller.tenant or SERVICE)
             return self.group(request), caller
 
@@ -271,6 +270,15 @@ CallerHandler = Callable[[Request, G, Caller], Awaitable[ASGIApp]]
 async def take_rate(request: Request, tenant: str, rate: RouteRate) -> None:
     """Takes a request's amount from a rate of its tenant. Raises ServiceError `rate_limited`."""
     await cast(TakeRate, request.state.take_rate)(request, tenant, rate)
+
+
+async def _begin(request: Request, tenant: str, rate: RouteRate) -> None:
+    """Begins a tenant's request: takes one of the worker's places for open requests, which is given back at the end
+    of the reply, and the request's amount from the rate. Raises ServiceError `overloaded` and `rate_limited`."""
+    places = cast(Places, request.state.places)
+    cast(ExitStack, request.state.held).enter_context(places.hold_now(tenant))
+    await take_rate(request, tenant, rate)
+    owner_now.set(tenant)
 
 
 def _rate(target: str, details: Details) -> RouteRate:

@@ -30,7 +30,9 @@ def pools_of(config: GatewayConfig) -> dict[str, Pool]:
     """Returns all pools of one worker by name."""
     uploads = _shares(config, config.max_uploads, config.max_tenant_uploads)
     stores = _shares(config, config.max_deploys, config.max_tenant_deploys)
+    requests = share(config.max_concurrent, config)
     sized = (
+        Pool(name="requests", work="requests", size=requests, per_tenant=max(1, requests * 3 // 4)),
         Pool(name="deploys", work="deploys", size=uploads[0], per_tenant=uploads[1]),
         Pool(name="batch_files", work="uploads of batch files", size=uploads[0], per_tenant=uploads[1]),
         Pool(name="deploy_checks", work="checks of adapters", size=stores[0], per_tenant=stores[1]),
@@ -50,12 +52,15 @@ class Pools:
 
     def __init__(self, config: GatewayConfig, registry: CollectorRegistry) -> None:
         gauge = partial(Gauge, labelnames=("pool",), registry=registry, multiprocess_mode="livesum")
-        self._in_use = gauge("garnish_pool_in_use", "Places of a shared pool that are in use")
-        self._waiting = gauge("garnish_pool_waiting", "Work that waits for a place of a shared pool")
+        in_use = gauge("garnish_pool_in_use", "Places of a shared pool that are in use")
+        waiting = gauge("garnish_pool_waiting", "Work that waits for a place of a shared pool")
         size = gauge("garnish_pool_places", "Places of a shared pool")
         about = "Work refused for want of a place in a shared pool"
         self._refused = Counter("garnish_pool_refused", about, ("pool",), registry=registry)
-        self._places = {name: Places(pool, self._record) for name, pool in pools_of(config).items()}
+        pools = pools_of(config)
+        self._gauges = {name: (in_use.labels(name), waiting.labels(name)) for name in pools}
+        """Gauges of the places in use and of the waiting work, by pool."""
+        self._places = {name: Places(pool, self._record) for name, pool in pools.items()}
         for name, places in self._places.items():
             size.labels(name).set(places.pool.size)
             self._refused.labels(name)
@@ -66,7 +71,8 @@ class Pools:
 
     def _record(self, places: Places, refused: bool) -> None:
         name = places.pool.name
-        self._in_use.labels(name).set(places.in_use)
-        self._waiting.labels(name).set(places.waiting)
+        in_use, waiting = self._gauges[name]
+        in_use.set(places.in_use)
+        waiting.set(places.waiting)
         if refused:
             self._refused.labels(name).inc()

@@ -285,7 +285,10 @@ BY_THREADS = (
     "webhook_names", "sources", "rebuilds", "store_reads", "store_writes", "event_reads", "event_writes", "batch_store",
 )  # fmt: skip
 """Pools of threads, which hang as long as the store, the source or the name server."""
-ELSEWHERE = {"node_orders": "tests/gateway/residency/test_residency_orders.py"}
+ELSEWHERE = {
+    "node_orders": "tests/gateway/residency/test_residency_orders.py",
+    "requests": "tests/gateway/http/test_open_requests.py",
+}
 
 
 def test_each_pool_has_a_case() -> None:
@@ -301,9 +304,10 @@ def test_the_page_on_security_lists_each_pool() -> None:
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=lambda pool: pool.name)
 def test_a_tenant_may_hold_a_part_of_each_pool(pool: Pool) -> None:
-    """A quarter where the tenant decides how long it holds a place, and never the last one."""
-    of_a_store = pool.name.endswith(("_reads", "_writes", "_store"))
-    assert pool.per_tenant <= (0.75 if of_a_store else 0.25) * pool.size
+    """A quarter where the tenant decides how long it holds a place, and never the last one. Three quarters of the
+    open requests, which may all be one tenant's."""
+    is_large = pool.name.endswith(("_reads", "_writes", "_store")) or pool.name == "requests"
+    assert pool.per_tenant <= (0.75 if is_large else 0.25) * pool.size
 
 
 @pytest.mark.parametrize("workers", [1, 3, 32])
