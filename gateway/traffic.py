@@ -119,7 +119,9 @@ def _make_dispatcher(
     """Returns the dispatcher, and the migration of its generations if the policy migrates. Raises UnknownPolicy."""
     config, metrics, shared, fingerprint = opened.config, opened.metrics, opened.shared, opened.base.fingerprint
     breakers, policy = Breakers(monotonic, metrics.count_opened_circuit), make_policy(config.policy)
-    watches = NodeWatches(shared.cluster, silence=config.node_silence, first_silence=config.record_expiry)
+    watches = NodeWatches(
+        shared.cluster, silence=config.node_silence, first_silence=config.record_expiry, ask=late_nodes.ask
+    )
     accounting = Accounting(metrics=metrics)
     migration = Migration(shared.cluster, fingerprint, policy) if isinstance(policy, Migrates) else None
     dispatcher = Dispatcher(

@@ -1,4 +1,5 @@
-"""Asks nodes whose record is late, before a call is refused because no node is ready.
+"""Asks nodes whose record is late, before a call is refused because no node is ready, or before a node that has calls
+is taken for dead.
 
 On a busy host a record may come too late although its node serves. A node that answers has its new record published, as
 if the node had reported it, and takes calls again.
@@ -53,6 +54,13 @@ class LateNodes:
             if serving(await self._state.table(), self._base, excluded):
                 return True
         return False
+
+    async def ask(self, node_id: str) -> None:
+        """Asks a node for its record, unless it is being asked or did not answer just now. Does not wait for the
+        answer."""
+        nodes = await self._state.table()
+        if (row := nodes.row(node_id)) is not None:
+            self._ask_all([nodes.record(row)])
 
     def _late(self, nodes: NodeTable, excluded: Collection[str]) -> list[NodeRecord]:
         """Returns the records of nodes that may serve the base model, but whose record has expired; the latest

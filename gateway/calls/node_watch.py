@@ -1,7 +1,8 @@
 """Ends the streams of dead nodes. All streams of a node share one watch.
 
 A node is dead when neither a record nor a byte of any of its streams has arrived for too long. So a node whose records
-get lost while its tokens still arrive keeps its streams.
+get lost while its tokens still arrive keeps its streams. A silent node is asked for its record before, because records
+may not arrive for the gateway's own reasons: none does while it stops.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.errors import ServiceError
@@ -74,11 +75,15 @@ class NodeWatches:
     """Watches of all nodes with open streams.
 
     `silence`: seconds without a record or a byte after which a node is taken for dead. `first_silence`: the same limit
-    for a request that has no token yet, while other nodes can take it over.
+    for a request that has no token yet, while other nodes can take it over. `ask`: asks a node for its record, without
+    waiting for the answer. It is called once the node has been silent for half of the shorter limit.
     """
 
-    def __init__(self, state: ClusterState, *, silence: float, first_silence: float) -> None:
+    def __init__(
+        self, state: ClusterState, *, silence: float, first_silence: float, ask: Callable[[str], Awaitable[None]]
+    ) -> None:
         self._state = state
+        self._ask = ask
         self._silence = silence
         self._first_silence = min(first_silence, silence)
         self._watches: dict[tuple[str, str], _Watch] = {}
@@ -118,6 +123,8 @@ class NodeWatches:
         recorded = await self._state.seconds_since_report(watch.node_id, watch.epoch)
         now = time.monotonic()
         silence = min(recorded, now - watch.last_bytes_at)
+        if silence > self._first_silence / 2:
+            await self._ask(watch.node_id)
         first = silence >= self._first_silence and await self._others_serve()
         for stream in watch.streams:
             if now > stream.deadline:

@@ -76,12 +76,17 @@ async def node(serve: Serve, tls: ssl.SSLContext | None = None) -> AsyncIterator
         server.close()
 
 
+async def in_vain(node_id: str) -> None:
+    """Asks a node that does not answer for its record."""
+
+
 @asynccontextmanager
 async def node_client(
     state: ClusterState | None = None, *, silence: float = 600.0, connect: float = 5.0
 ) -> AsyncIterator[NodeClient]:
     connector = aiohttp.TCPConnector(limit=0)
-    watches = NodeWatches(state or await recorded(("n", "1")), silence=silence, first_silence=silence)
+    state = state or await recorded(("n", "1"))
+    watches = NodeWatches(state, silence=silence, first_silence=silence, ask=in_vain)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         yield NodeClient(session, "hush", watches, connect=connect, breakers=Breakers(time.monotonic))
 

@@ -52,13 +52,22 @@ class Running:
             headers["authorization"] = f"Bearer {self.keys[key]}"
         return self.stack.enter_context(plain_client(self.url, headers))
 
-    def node(self, script: Script = echo, node_id: str | None = None, publish: bool = True, **record: Any) -> StubNode:
+    def node(
+        self,
+        script: Script = echo,
+        node_id: str | None = None,
+        publish: bool = True,
+        answers: bool = True,
+        **record: Any,
+    ) -> StubNode:
+        """A new stub node. `answers`: whether it answers the gateway's question for its record."""
         node = StubNode(
             node_id or f"node-{self.nodes_before + len(self.nodes)}",
             self.base.fingerprint,
             self.secret,
             self.base.max_context,
             script,
+            answers=answers,
         )
         self.stack.enter_context(stub_node(node))
         self.nodes.append(node)

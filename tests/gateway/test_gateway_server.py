@@ -235,3 +235,27 @@ def test_a_gateway_imports_no_torch() -> None:
     code = "import sys, gateway.server, gateway.app; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_silent_stream_is_finished_while_the_gateway_stops(config: GatewayConfig, tmp_path: Path) -> None:
+    """No record reaches a gateway that stops: it asks the node instead, before it takes it for dead."""
+    url, expiry, silence = f"http://127.0.0.1:{config.port}", 1.0, 6.0
+    changed = msgspec.structs.replace(config, record_expiry=expiry, node_silence=silence, shutdown_seconds=600.0)
+    with process(changed, tmp_path / "log") as child, stub_node(node_of(config, hang_after_first)) as node:
+        wait_for(url, "/healthz", child)
+        assert node.publish(url).status_code == 204
+        with (
+            httpx.Client(base_url=url, timeout=60, verify=False) as client,
+            httpx_sse.connect_sse(
+                client, "POST", "/invoke/stories260K", json={"prompt": "x", "stream": True}
+            ) as source,
+        ):
+            events = source.iter_sse()
+            assert next(events).event == "token"
+            child.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            until(lambda: time.monotonic() - began > 1.5 * silence)
+            node.go_on.set()
+            assert [event.event for event in events][-1] == "done"
+        assert child.wait(60) == 0
+    assert node.asked > 1

@@ -87,7 +87,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_node_that_falls_silent_before_the_first_token(start: Callable[..., Running], clock: Clock) -> None:
     """Its connection lives, and its records have stopped: as long as there is another node, nobody waits for it."""
     running = start(record_expiry=4.0, node_silence=600.0)
-    hung = running.node(hang_before_first, "a-hung")
+    hung = running.node(hang_before_first, "a-hung", answers=False)
     good = running.node(echo, "b-good", publish=False)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(served_by_the_other, running, hung, good)
@@ -103,7 +103,7 @@ def test_a_node_that_falls_silent_before_the_first_token(start: Callable[..., Ru
 
 def test_without_another_node_a_silent_one_gets_its_time(start: Callable[..., Running], clock: Clock) -> None:
     running = start(record_expiry=3.0, node_silence=600.0)
-    node = running.node(hang_before_first)
+    node = running.node(hang_before_first, answers=False)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(running.client().post, PATH, json=CALL)
         until_begun(running)
@@ -117,7 +117,7 @@ def test_without_another_node_a_silent_one_gets_its_time(start: Callable[..., Ru
 
 def test_a_stream_that_has_begun_leaves_a_silent_node(start: Callable[..., Running], clock: Clock) -> None:
     running = start(record_expiry=12.0, node_silence=4.0)
-    running.node(hang_after_first, "a-hung")
+    running.node(hang_after_first, "a-hung", answers=False)
     other = running.node(echo, "b-other", publish=False)
     with running.client().stream("POST", PATH, json={**CALL, "stream": True}) as reply:
         lines = reply.iter_lines()
