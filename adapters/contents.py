@@ -211,7 +211,8 @@ def _scratch() -> Iterator[Path]:
     """Yields a folder for temporary files, which is removed afterwards. Converts OSError (a full or broken disk) to
     StoreFull or StoreUnavailable."""
     try:
-        with tempfile.TemporaryDirectory(prefix="garnish-") as folder:
+        # The outcome does not depend on the removal, which a disk that has become read-only refuses.
+        with tempfile.TemporaryDirectory(prefix="garnish-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)
     except OSError as error:
         raise store_error(error, "temporary files can't be used") from error

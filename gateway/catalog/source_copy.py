@@ -68,4 +68,4 @@ async def copied_source(
 def _remove(folder: Path, copying: asyncio.Future[SourceFiles]) -> None:
     if not copying.cancelled():
         copying.exception()  # retrieved, because the caller may have left
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # of a disk that has become read-only; a later start removes it

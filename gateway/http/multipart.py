@@ -65,7 +65,11 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
     """
     parts = FormParts(request, ADAPTER)
     with disk_needed():
-        folder = tempfile.TemporaryDirectory(dir=config.tmp_dir, prefix=upload_prefix())
+        folder = tempfile.TemporaryDirectory(
+            dir=config.tmp_dir,
+            prefix=upload_prefix(),
+            ignore_cleanup_errors=True,  # a disk that has become read-only; a later start removes the folder
+        )
     with folder:
         weights = Path(folder.name) / WEIGHTS_FILE
         with disk_needed(), weights.open("wb") as out:

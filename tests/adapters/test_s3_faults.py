@@ -17,11 +17,20 @@ import msgspec
 import pytest
 
 from adapters import s3_calls
-from adapters.errors import AdapterError, Conflict, InvalidRequest, NotFound, PreconditionFailed, StoreUnavailable
+from adapters.errors import (
+    AdapterError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PreconditionFailed,
+    StoreFull,
+    StoreUnavailable,
+)
 from adapters.open_store import open_checked_store
 from adapters.s3_calls import S3Limits
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
+from gateway.http.errors import to_service_error
 from tests.support.s3_proxy import Fault, Proxy
 
 LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=4, part=5 << 20)
@@ -384,3 +393,26 @@ def test_a_store_that_ignores_conditions_is_refused_at_start(
                 open_checked_store(url)
     assert direct.list("") == ()
     assert uploads(direct) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(507, "XMinioStorageFull"), (507, "anything"), (403, "QuotaExceeded"), (503, "InsufficientStorage")],
+)
+def test_a_bucket_without_room_is_full(
+    proxy: Proxy, store: S3Store, direct: S3Store, tmp_path: Path, status: int, code: str
+) -> None:
+    """It is asked once, and callers are answered 507."""
+    large = tmp_path / "large"
+    large.write_bytes(bytes(2 * LIMITS.part))
+    writes = [("put", b"2"), ("put_if_absent", b"2"), ("put", large), ("put_if_absent", large)]
+    for name, content in writes:
+        proxy.faults, proxy.requests = [Fault("refuse", match, ALWAYS, status, code) for match in ("PUT", "POST")], []
+        with pytest.raises(StoreFull) as raised:
+            getattr(store, name)("new", content)
+        assert len([request for request in proxy.requests if request.startswith(("PUT", "POST"))]) == 1
+        answer = to_service_error(raised.value)
+        assert (answer.type, answer.status) == ("insufficient_storage", 507)
+        proxy.faults = []
+        assert not direct.list("")
+    assert not uploads(direct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,8 @@ from running_gateway import until
 from stub_node import StubNode, echo, hang_before_first, stub_node
 from test_gateway_server import PROGRAM, config, node_of, process, wait_for  # noqa: F401  (config is a fixture)
 
+from adapters.local_store import LocalStore
+from adapters.tenants import Tenants
 from gateway.catalog.store_probe import DISK_FULL, STORE_FULL
 from gateway.config import GatewayConfig
 from tests.support.redis_server import redis_server
@@ -60,6 +63,10 @@ class Place:
     def upload(self) -> httpx.Response:
         files = {"file": ("calls.jsonl", BATCH_LINE), "purpose": (None, "batch")}
         return self.post("/v1/files", files=files)
+
+    def order_batch(self, file_id: str) -> httpx.Response:
+        order = {"input_file_id": file_id, "endpoint": "/invoke", "completion_window": "24h"}
+        return self.post("/v1/batches", json=order)
 
     def problems(self) -> dict[str, str]:
         reply = self.get("/readyz")
@@ -139,6 +146,7 @@ def a_worker_is_replaced(there: Place) -> None:
 def test_a_disk_that_fills_up(there: Place, pirate: dict[str, Any]) -> None:
     there.node.script = hang_before_first
     acknowledged = [there.submit().raise_for_status().json()["id"] for _ in range(6)]
+    file_id = there.upload().raise_for_status().json()["id"]
     until(lambda: len(there.node.received) > 10)  # some run
     before = there.workers
     there.disk.fill()
@@ -158,9 +166,11 @@ def test_a_disk_that_fills_up(there: Place, pirate: dict[str, Any]) -> None:
     if there.in_directory:
         refused(there.submit())
         refused(there.upload())
+        refused(there.order_batch(file_id))
     else:
         acknowledged.append(there.submit().raise_for_status().json()["id"])
         assert there.upload().status_code == 200
+        assert there.order_batch(file_id).status_code == 200
 
     # What was acknowledged is done when there is room.
     there.disk.free()
@@ -192,6 +202,72 @@ def test_a_read_only_disk(there: Place, pirate: dict[str, Any]) -> None:
         a_worker_is_replaced(there)
     until(lambda: there.problems() == {})
     assert there.post("/deploy/g", files=pirate).status_code == 201
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "POST /deploy/g": {"files": None},
+    "PATCH /functions/f": {"json": {"retries": 2}},
+    "DELETE /functions/f": {},
+    "PUT /functions/f/aliases/prod": {"json": {"version": 1}},
+    "POST /invoke/f": {"json": {**CALL, "background": True}},
+    "POST /v1/files": {"files": {"file": ("calls.jsonl", BATCH_LINE), "purpose": (None, "batch")}},
+    "PUT /tenants/globex": {"json": {}},
+    "POST /tenants/default/keys": {},
+    "POST /tenants/default/webhook-secrets": {},
+}
+"""Requests that store something, with the arguments of httpx."""
+
+
+def test_every_change_is_refused_on_a_full_disk(
+    config: GatewayConfig,  # noqa: F811
+    tmp_path: Path,
+    pirate: dict[str, Any],
+) -> None:
+    with place(config, tmp_path, "tmpfs", 1, None) as there:
+        Tenants(LocalStore(there.disk.path / "registry")).put("default")
+        assert there.post("/deploy/f", files=pirate).status_code == 201
+        file_id = there.upload().raise_for_status().json()["id"]
+        order = {"input_file_id": file_id, "endpoint": "/invoke", "completion_window": "24h"}
+        there.disk.fill()
+        for target, arguments in (CHANGES | {"POST /v1/batches": {"json": order}}).items():
+            method, path = target.split(" ")
+            body = {"files": pirate} if target.startswith("POST /deploy") else arguments
+            reply = httpx.request(method, there.url + path, timeout=60, verify=False, **body)
+            assert reply.status_code == 507, (target, reply.text)
+            refused(reply)
+
+
+def half_a_deploy(there: Place, name: str) -> socket.socket:
+    """Returns the connection of an upload whose folder exists, and whose body lacks its end."""
+    raw = socket.create_connection(("127.0.0.1", int(there.url.rpartition(":")[2])), timeout=60)
+    part = b'--b\r\ncontent-disposition: form-data; name="adapter_model.safetensors"; filename="x"\r\n\r\n'
+    head = f"POST /deploy/{name} HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    raw.sendall(f"{head}content-length: {len(part) + 1007}\r\n\r\n".encode() + part + bytes(500))
+    until(lambda: any((there.disk.path / "uploads").iterdir()))
+    return raw
+
+
+def test_a_disk_that_becomes_read_only_by_an_error(
+    config: GatewayConfig,  # noqa: F811
+    tmp_path: Path,
+    pirate: dict[str, Any],
+) -> None:
+    """In the middle of an upload; ext4 does so with `errors=remount-ro`, the default of many hosts."""
+    with place(config, tmp_path, "ext4", 3, None) as there:
+        assert there.post("/deploy/f", files=pirate).status_code == 201
+        assert {there.call() for _ in range(10)} == {200}
+        before = there.workers
+        with half_a_deploy(there, "g") as raw:
+            there.disk.abort()
+            raw.sendall(bytes(500) + b"\r\n--b--")
+            assert raw.recv(65536).startswith(b"HTTP/1.1 507 ")
+        assert {there.call() for _ in range(20)} == {200}
+        for reply in (there.post("/deploy/g", files=pirate), there.submit(), there.upload()):
+            refused(reply)
+        until(lambda: there.problems() == {"store": STORE_FULL, "disk": DISK_FULL})
+        assert there.workers == before
+        a_worker_is_replaced(there)
+    assert '"message": "request failed"' not in (tmp_path / "log").read_text()
 
 
 def test_workers_map_no_file_that_a_disk_may_lack(there: Place) -> None:

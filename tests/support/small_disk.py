@@ -35,6 +35,12 @@ class SmallDisk:
     def free(self) -> None:
         (self.path / BALLAST).unlink(missing_ok=True)
 
+    def abort(self) -> None:
+        """Makes an ext4 find an error of its own: it is read-only from now on, also for files that are open."""
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        [device] = [Path(mount[0]).name for mount in mounts if mount[1] == str(self.path)]
+        Path("/sys/fs/ext4", device, "trigger_fs_error").write_text("1")
+
     @contextmanager
     def read_only(self) -> Iterator[None]:
         """Whatever is opened meanwhile is on a read-only file system. Files that are open already can be written."""
@@ -70,7 +76,7 @@ def mounted(path: Path, kind: Kind, megabytes: int) -> Iterator[SmallDisk | None
             file.truncate(megabytes << 20)
         # -m 0: root, as which tests run, may use reserved blocks
         _run("mkfs.ext4", "-q", "-m", "0", str(image))
-        command = ["mount", "-o", "loop", str(image), str(path)]
+        command = ["mount", "-o", "loop,errors=remount-ro", str(image), str(path)]
     if subprocess.run(command, capture_output=True, timeout=60, check=False).returncode:
         yield None
         return
