@@ -1,5 +1,4 @@
-"""Asks nodes whose record is late, before a call is refused because no node is ready, or before a node that has calls
-is taken for dead.
+"""Asks nodes whose record is late, before a call is refused because no node is ready, or a node is taken for dead.
 
 On a busy host a record may come too late although its node serves. A node that answers has its new record published, as
 if the node had reported it, and takes calls again.

@@ -65,8 +65,8 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply, held = _Reply(scope, receive, send), ExitStack()
-        scope.setdefault("state", {}).update(request_id=reply.request_id, held=held)
+        reply, reserved = _Reply(scope, receive, send), ExitStack()
+        scope.setdefault("state", {}).update(request_id=reply.request_id, reserved=reserved)
         counted = scope["path"] not in UNCOUNTED
         self._requests.change(counted)
         try:
@@ -85,7 +85,7 @@ class Boundary:
             helpful = await _with_suggestion(error, scope)
             await reply.fail(to_service_error(helpful), getattr(error, "headers", None))
         finally:
-            held.close()
+            reserved.close()
             self._requests.change(-counted)
             self._metrics.count_request(_route(scope), reply.status)
 

@@ -276,7 +276,7 @@ async def _begin(request: Request, tenant: str, rate: RouteRate) -> None:
     """Begins a tenant's request: takes one of the worker's places for open requests, which is given back at the end
     of the reply, and the request's amount from the rate. Raises ServiceError `overloaded` and `rate_limited`."""
     places = cast(Places, request.state.places)
-    cast(ExitStack, request.state.held).enter_context(places.hold_now(tenant))
+    cast(ExitStack, request.state.reserved).enter_context(places.hold_now(tenant))
     await take_rate(request, tenant, rate)
     owner_now.set(tenant)
 
