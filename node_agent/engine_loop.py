@@ -13,7 +13,7 @@ from node_agent.engine.base import EngineBase
 from node_agent.engine.stats import stats_of
 from node_agent.engine_channel import Channel, Disconnected, WakeUp
 from node_agent.heartbeat import Heartbeat
-from node_agent.idle_work import QUIET_S, EndingWork
+from node_agent.idle_work import QUIET_S, EndingWork, IdleWork
 from node_agent.ipc import Cancel, Command, PrefetchHints, Ready, Submit
 
 STATS_INTERVAL = 0.2
@@ -46,6 +46,8 @@ class Loop:
         """Commands that arrived during a measurement and are not carried out yet."""
         self._hints: PrefetchHints | None = None
         """Hints that the engine follows."""
+        self._worked_last: IdleWork | EndingWork | None = None
+        """Idle work whose turn was the last."""
 
     def run(self, path: str, heartbeat: int | None) -> None:
         """Serves API processes at the socket `path`, one after the other, until `stopping` returns True. `heartbeat`:
@@ -138,23 +140,28 @@ class Loop:
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def _measure(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Runs a short piece of the performance measurement, or of work on CPU workers, until a message arrives.
-        Returns False when there is nothing to do now."""
-        manager = self.engine.worker_manager
-        measures = self.idle is not None and not self.idle.ended
-        if not measures and manager is None:
-            return False
-        if self.engine.busy or self.engine.store.loading_bytes or self.engine.prefetcher.underway:
+        """Does a piece of the performance measurement, or of work on CPU workers, until a message arrives. Returns
+        False when there is nothing to do now.
+
+        The two take turns, since on a busy host the performance measurement can last for half an hour.
+        """
+        works: list[IdleWork | EndingWork] = []
+        if self.idle is not None and not self.idle.ended:
+            works.append(self.idle)
+        if self.engine.worker_manager is not None:
+            works.append(self.engine.worker_manager)
+        if works and (self.engine.busy or self.engine.store.loading_bytes or self.engine.prefetcher.underway):
             self._active_at = time.monotonic()
-        if time.monotonic() < self._active_at + QUIET_S:
+        if not works or time.monotonic() < self._active_at + QUIET_S:
             return False
+        works.sort(key=lambda work: work is self._worked_last)
         keep_alive = partial(self._keep_alive, channel, selector)
-        if self.idle is not None and measures:
-            return self.idle.work(keep_alive)
-        if manager is None or not manager.work(keep_alive):
-            return False
-        self._send_decision(channel)
-        return True
+        for work in works:
+            if work.work(keep_alive):
+                self._worked_last = work
+                self._send_decision(channel)
+                return True
+        return False
 
     def _send_decision(self, channel: Channel) -> None:
         """Sends the Ready message again if the decision on CPU workers has changed."""

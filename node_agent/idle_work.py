@@ -13,7 +13,7 @@ class IdleWork(Protocol):
     """Work that the engine's thread does while the engine is idle, such as measuring calls with CPU workers."""
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works until `should_yield` returns True. Returns False when there is nothing to do now."""
+        """Does a piece of work, until `should_yield` returns True. Returns False when there is nothing to do now."""
 
     def close(self) -> None: ...
 
@@ -26,4 +26,4 @@ class EndingWork(Protocol):
         """Returns whether all work is done or was given up."""
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works until `should_yield` returns True. Returns False when there is nothing to do now."""
+        """Does a piece of work, until `should_yield` returns True. Returns False when there is nothing to do now."""
