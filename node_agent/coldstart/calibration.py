@@ -37,6 +37,10 @@ class Interrupted(Exception):
     """Internal exception: a measurement ended early, since the engine had other work or there was no room."""
 
 
+class Unmeasurable(Interrupted):
+    """Internal exception: the node's limits never allow such a call."""
+
+
 def never() -> bool:
     return False
 
@@ -74,10 +78,10 @@ class Calibration:
 
     def run(self, kind: CallKind, plan: str, calls: int = 1) -> PassSample:
         """Runs `calls` concurrent calls with this plan. Returns their times, or the mean times of several calls. Raises
-        Interrupted."""
+        Interrupted, and Unmeasurable if such a call never fits."""
         starts, limits = self.engine.cold_start, self.engine.limits
         if kind.tokens > limits.chunk_tokens or kind.tokens + ANSWER > limits.max_context:
-            raise Interrupted(f"a prompt of {kind.tokens} tokens with {ANSWER} more does not fit this node")
+            raise Unmeasurable(f"a prompt of {kind.tokens} tokens with {ANSWER} more does not fit this node")
         layout = self.engine.store.pool.uniform_layout(self.base, kind.rank, kind.projections)
         mode, callers = starts.mode, self.engine.scheduler.callers
         starts.mode, starts.learns = ColdStartMode((plan,), decodes=plan == "assist" and mode.decodes), False

@@ -1,7 +1,8 @@
 """Starts a node's CPU LoRA workers, and measures cold calls with them.
 
 It measures at the node's start. While the node is idle, it measures again after the link or the engine's speed has
-changed, or after calls of an unmeasured kind.
+changed, or after calls of an unmeasured kind. A judgement of the workers that could not be finished stays open, and is
+continued while the node is idle.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from statistics import median
 
 from msgspec.structs import replace
 
@@ -20,17 +21,15 @@ from node_agent.coldstart.auto_workers import (
     JUDGED,
     MAX_WORKERS,
     PLANS,
-    SHORT_PROMPT,
-    TYPICAL,
-    candidate_counts,
     is_judged,
     judge_calls,
     judge_link,
     refusal,
 )
-from node_agent.coldstart.calibration import Calibration, Interrupted, never
+from node_agent.coldstart.calibration import Calibration, Interrupted, Unmeasurable, never
 from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.cost_check import RETRY_S, CostCheck, Pause
+from node_agent.coldstart.judgement import DECISION_ROUNDS, Judgement
 from node_agent.coldstart.learning import engine_correction
 from node_agent.coldstart.measure import SHORT, measure
 from node_agent.coldstart.pass_times import ROUNDS, CallKind
@@ -38,6 +37,7 @@ from node_agent.coldstart.profile import Profile, ProfileFile
 from node_agent.coldstart.setup import check_handoff, profile_key
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.worker_start import (
+    check_count,
     make_workers,
     measure_workers,
     prepare_handoffs,
@@ -51,13 +51,8 @@ from node_agent.engine.loop import Engine
 log = logging.getLogger("garnish.engine")
 
 START_LIMIT_S = 60.0
-ABOUT_AS_FAST = 1.05
-"""Factor within which the time to first token with fewer workers counts as equally good."""
-DECISION_ROUNDS = 8
-"""Number of calls of each plan that are measured to decide whether to use workers, or to narrow the bounds of a kind of
-call."""
-BURST_ROUNDS = 3
-"""Number of bursts of concurrent calls of each plan that are measured for the same decision."""
+TURN_S = 1.0
+"""Seconds after which a piece of a judgement measures no further call, so that other idle work gets its turn."""
 ALL_PLANS = ("wait", *PLANS)
 
 
@@ -71,10 +66,16 @@ class WorkerManager:
         self._key = profile_key(engine, config, base)
         self._file = ProfileFile(Path(config.profile) if config.profile else None)
         self._check = CostCheck(engine, base)
+        self._is_open = self._serves = False
+        self._link = WorkersDecision(0, "")
+        """decision before calls were measured, by the link alone or by the settings"""
         self._starting: WorkerPool | None = None
-        """workers that are starting, or are measured again, while the node serves"""
-        self._warm_by = 0.0
-        self._retry = Pause(RETRY_S)
+        """workers of the open judgement, which start or are measured; None: they must be started"""
+        self._judgement: Judgement | None = None
+        """calls measured so far with the workers of the open judgement"""
+        self._warm_by: float | None = None
+        """monotonic time until which the open judgement waits for workers that are not warm; None: all were warm"""
+        self._judge_pause, self._kinds_pause = Pause(RETRY_S), Pause(RETRY_S)
 
     def start(self) -> None:
         """Reads or measures the node's profile and starts the workers. Raises ValueError when the number of workers in
@@ -87,13 +88,16 @@ class WorkerManager:
         profile = stored or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
         starts.use(profile, None)
         why = refusal(config)
-        if config.cpu_workers:
-            self._check_set(config.cpu_workers, why)
-        starts.decision = self._decide(why)
-        if starts.decision.count and self._unless_impossible(lambda: self._launch(starts.decision.count)):
-            self._judge(never)
-        self._write()
-        self._report()
+        if config.cpu_workers and "assist" in starts.mode.plans:
+            check_count(config, config.cpu_workers, self.threads, why)
+        decision = self._decide(why)
+        if decision.count:
+            self._open(decision, 0)
+            if self._unless_impossible(lambda: self._launch(decision.count)):
+                self._judge(never, inf)
+        else:
+            self._conclude(decision)
+        self._serves = True
 
     def close(self) -> None:
         """Closes workers that are still starting. The engine closes the others."""
@@ -102,19 +106,20 @@ class WorkerManager:
             self._starting = None
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Measures calls while the node is idle, until `should_yield` returns True. Returns False when there is nothing
-        to measure now."""
-        if not self._retry.over or should_yield():
+        """Does a piece of the measurements while the node is idle, until `should_yield` returns True. Returns False
+        when there is nothing to measure now."""
+        if should_yield():
             return False
-        if self._starting is not None:
-            return self._finish_start(self._starting, should_yield)
+        if self._is_open and self._judge_pause.over:
+            return self._judge_further(should_yield)
         if self.config.cpu_workers is None and not refusal(self.config) and self._check.detect_change():
             profile = self._check.measure(should_yield)
             if profile is not None:
                 self._judge_again(profile)
             return True
-        if self.starts.unmeasured and self.starts.assists:
-            self._measure_kind(next(iter(self.starts.unmeasured)), should_yield)
+        starts = self.starts
+        if self._kinds_pause.over and starts.decision.count and starts.unmeasured and starts.assists:
+            self._measure_kind(next(iter(starts.unmeasured)), should_yield)
             return True
         return False
 
@@ -136,157 +141,176 @@ class WorkerManager:
             return judge_calls(starts.times, min(profile.key.workers, cores), link)
         return WorkersDecision(min(link.count, cores), link.reason, link.figures)
 
-    def _check_set(self, count: int, why_not: str) -> None:
-        if "assist" not in self.starts.mode.plans:
-            return
-        if why_not:
-            raise ValueError(f"cpu_workers: {why_not}; set 0 or auto")
-        cores = len(worker_cores(self.config, count, self.threads))
-        if count > cores:
-            raise ValueError(
-                f"cpu_workers: {count} need a core each, and the engine's own leaves {cores}; set cpu_workers lower"
-            )
+    # --- judgement
 
-    def _judge(self, should_yield: Callable[[], bool]) -> None:
-        """Measures typical calls with the current workers, and keeps as many workers as are useful. If the settings fix
-        their number, the calls are measured later, while the node is idle. Raises Interrupted."""
-        starts, workers = self.starts, self.starts.workers
-        if workers is None:
-            return
-        if self.config.cpu_workers is not None:
-            starts.unmeasured |= dict.fromkeys(JUDGED)
-            return
-        link = starts.decision
-        calibration = Calibration(self.engine, self.base, should_yield)
-        try:
-            if not is_judged(starts.times):
-                self._choose_count(calibration, workers)
-        except Interrupted as interrupted:
-            if should_yield is not never:
-                raise
-            log.warning("cold calls could not be measured", extra={"reason": str(interrupted)})
-        if starts.workers is not None:
-            starts.decision = judge_calls(starts.times, starts.workers.limit, link)
-            if not starts.decision.count:
-                self._end_workers()
+    def _open(self, link: WorkersDecision, count: int) -> None:
+        """Begins a judgement of the workers that `link` allows. `count`: number of workers that count until then."""
+        self._is_open, self._link, self._judgement, self._warm_by = True, link, None, None
+        self.starts.decision = WorkersDecision(count, "")
+        self._report_open("workers are starting")
 
-    def _choose_count(self, calibration: Calibration, workers: WorkerPool) -> None:
-        """Measures typical calls with 1, 2, 4, ... workers. Keeps the smallest number whose time to first token is
-        about as good as the best. Raises Interrupted, with all measurements with workers dropped."""
-        times = self.starts.times
-        try:
-            best = self._best_count(calibration, workers)
-            if best < workers.layout.workers:
-                times.forget("assist")
-                self._keep_only(best, workers)
-                calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
-            calibration.measure(SHORT_PROMPT, PLANS, DECISION_ROUNDS)
-        except BaseException:
-            times.forget("assist")
-            workers.limit = workers.layout.workers
-            raise
-
-    def _best_count(self, calibration: Calibration, workers: WorkerPool) -> int:
-        times, max_count, seconds = self.starts.times, workers.layout.workers, dict[int, float]()
-        for count in candidate_counts(max_count):
-            times.forget("assist")
-            workers.limit = count
-            calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
-            seconds[count] = median(s.first for s in times.answers(TYPICAL, "assist"))
-        if self.config.max_cold > 1:
-            calibration.measure(TYPICAL, PLANS, BURST_ROUNDS, self.config.max_cold)
-        return min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))
-
-    def _keep_only(self, count: int, workers: WorkerPool) -> None:
-        """Makes cold starts use only `count` workers. At the node's start, the pool is restarted with fewer workers. On
-        a serving node the superfluous ones sleep instead, since starting processes would delay calls."""
-        if self._starting is not None:
-            workers.limit = count
+    def _conclude(self, decision: WorkersDecision) -> None:
+        """Ends the judgement with this decision. Stores and reports it, and ends the workers if it is for none."""
+        self._is_open, self._judgement, self._judge_pause = False, None, Pause(RETRY_S)
+        if decision.count:
+            self._starting = None
         else:
             self._end_workers()
-            self._launch(count)
+        self.starts.decision = decision
+        self._write()
+        self._report()
+
+    def _put_off(self, why: str) -> None:
+        """Leaves the judgement open for another attempt, after a pause that grows."""
+        self._report_open(f"{why}; tried again while the node is idle")
+        self._write()
+        seconds = self._judge_pause.lengthen()
+        log.warning("CPU workers are not decided yet", extra={"reason": why, "next_try_s": seconds})
+
+    def _report_open(self, why: str) -> None:
+        """Sets the decision that is reported while the judgement is open. Its reason says why."""
+        begin = "not judged yet" if self.config.cpu_workers is None else "not there yet"
+        count = 0 if self.starts.workers is None else self.starts.decision.count
+        self.starts.decision = WorkersDecision(count, f"{begin}: {why}; {self._link.reason}", self._link.figures)
+
+    def _judge(self, should_yield: Callable[[], bool], until: float) -> None:
+        """Measures typical calls with the current workers until the monotonic time `until`. Once all are measured,
+        keeps as many workers as are useful. If the settings fix their number, the calls are measured later, like those
+        of other kinds."""
+        starts, config = self.starts, self.config
+        if config.cpu_workers is not None:
+            starts.unmeasured |= dict.fromkeys(JUDGED)
+            self._conclude(self._link)
+            return
+        was_judged = self._judgement is None and is_judged(starts.times)  # before the last restart
+        try:
+            is_done = was_judged or self._measure_calls(should_yield, until)
+        except Unmeasurable as error:
+            self._conclude(WorkersDecision(0, f"{error}; {self._link.reason}", self._link.figures))
+            return
+        except Interrupted as interrupted:
+            if should_yield():
+                self._judge_pause.begin(RETRY_S)
+            else:
+                self._put_off(str(interrupted))
+            return
+        if is_done and starts.workers is not None:
+            self._conclude(judge_calls(starts.times, starts.workers.limit, self._link))
+
+    def _measure_calls(self, should_yield: Callable[[], bool], until: float) -> bool:
+        """Measures the calls that decide on the number of workers. Returns whether all are measured; then they are in
+        the engine's PassTimes. Raises Interrupted; finished calls are kept for the next attempt."""
+        pool = self.starts.workers
+        assert pool is not None
+        if self._judgement is None:
+            self._judgement = Judgement(pool.layout.workers, self.config.max_cold)
+        judgement, calibration = self._judgement, Calibration(self.engine, self.base, should_yield)
+        if judgement.best is None:
+            if not judgement.measure(calibration, pool, until):
+                return False
+            best = judgement.choose_count()
+            if best < pool.layout.workers and not self._serves:  # on a serving node, starting some would delay calls
+                self._end_workers()
+                if not self._unless_impossible(lambda: self._launch(best)):
+                    return False
+                pool = self.starts.workers
+        assert pool is not None and judgement.best is not None
+        if not judgement.measure(calibration, pool, until):
+            return False
+        if pool.limit != judgement.best:
+            self.starts.times.forget("assist")  # measured meanwhile with another number
+            pool.limit = judgement.best
+        for sample in judgement.times.samples:
+            self.starts.times.add(sample)
+        return True
 
     # --- while idle
 
     def _judge_again(self, profile: Profile) -> None:
-        """Decides on the workers again, by a profile with changed costs, and stores it. Closes the workers, starts new
-        ones, or has the existing ones measured again."""
-        starts, workers = self.starts, self.starts.workers
+        """Begins a judgement by a profile with changed costs, and stores the profile."""
+        starts = self.starts
         if starts.profile is not None and profile.layer is not starts.profile.layer:
             starts.device = engine_correction()  # the new profile contains what it had learnt
-        starts.use(profile, workers)
-        decision = self._decide("")
+        starts.use(profile, starts.workers)
+        self._judge_pause = Pause(RETRY_S)
+        self._begin_judgement()
+
+    def _begin_judgement(self) -> None:
+        """Decides on the workers by the profile. Closes them, starts new ones, or has the existing ones measured
+        again."""
+        workers = self.starts.workers
+        decision = self._decide(refusal(self.config))
         if workers is not None and workers.layout.workers < decision.count:
             self._end_workers()  # more may gain now
             workers = None
-        there = 0 if workers is None else workers.limit
-        starts.decision = WorkersDecision(min(there, decision.count), decision.reason, decision.figures)
         if not decision.count:
-            self._end_workers()
-        elif workers is None:
-            self._unless_impossible(lambda: self._begin_start(decision.count))
-        else:
+            self._conclude(decision)
+            return
+        self._open(decision, 0 if workers is None else min(workers.limit, decision.count))
+        if workers is not None:
             self._starting = workers
+        else:
+            self._unless_impossible(lambda: self._begin_start(decision.count))
         self._write()
-        if self._starting is None:
-            self._report()
 
     def _begin_start(self, count: int) -> None:
         """Starts workers without waiting for them. Raises ValueError, UnsupportedMachine."""
-        pool = self._make(count)
-        pool.start()
-        self._starting, self._warm_by = pool, time.monotonic() + START_LIMIT_S
+        self._starting = self._make(count)
+        self._starting.start()
 
-    def _finish_start(self, pool: WorkerPool, should_yield: Callable[[], bool]) -> bool:
-        """Measures calls with workers that were started while idle, once they are warm. Returns False until they
-        are."""
-        if pool.wait_ready(0.0) < pool.layout.workers and self.starts.workers is None:
-            if time.monotonic() < self._warm_by:
-                return False
-            self._starting = None
-            pool.close()
-            self.starts.decision = WorkersDecision(0, f"they were not warm within {START_LIMIT_S:.0f} s")
-            self._report()
+    def _judge_further(self, should_yield: Callable[[], bool]) -> bool:
+        """Does a piece of the open judgement: starts workers, measures their costs, or measures calls with them.
+        Returns False while it waits until they are warm."""
+        pool = self._starting
+        if pool is None:
+            self._begin_judgement()
             return True
-        try:
-            if self._has_costs(pool) or self._unless_impossible(lambda: self._adopt(pool)):
-                self._judge(should_yield)
-        except Interrupted as interrupted:
-            self._postpone(interrupted, by_call=should_yield())
-            return True
-        self._starting = None
-        self._retry = Pause(RETRY_S)
-        self._write()
-        self._report()
+        if not self._is_ready(pool):
+            return False
+        if not pool.usable:
+            if pool is not self.starts.workers:
+                self._end_workers()  # those in use are restarted by their pool
+            self._warm_by = None
+            self._put_off(f"they were not warm within {START_LIMIT_S:.0f} s")
+        elif self._has_costs(pool) or self._unless_impossible(lambda: self._adopt(pool)):
+            self._report_open("calls with them are measured while the node is idle")
+            self._judge(should_yield, time.monotonic() + TURN_S)
         return True
+
+    def _is_ready(self, pool: WorkerPool) -> bool:
+        """Returns whether all workers are warm, or START_LIMIT_S have passed since not all were."""
+        if pool.wait_ready(0.0) >= pool.layout.workers:
+            self._warm_by = None
+            return True
+        now = time.monotonic()
+        if self._warm_by is None:
+            self._warm_by = now + START_LIMIT_S
+        return now >= self._warm_by
 
     def _has_costs(self, pool: WorkerPool) -> bool:
         """Returns whether cold starts use this pool, and its workers' costs are known."""
         profile = self.starts.profile
         return self.starts.workers is pool and profile is not None and profile.cpu is not None
 
-    def _postpone(self, interrupted: Interrupted, by_call: bool) -> None:
-        """Begins a pause after an interrupted measurement of calls with workers. It grows unless a real call was the
-        reason."""
-        if by_call:
-            self._retry.begin(RETRY_S)
-            return
-        seconds = self._retry.lengthen()
-        log.warning("cold calls could not be measured", extra={"reason": str(interrupted), "next_try_s": seconds})
-
     def _unless_impossible(self, start: Callable[[], object]) -> bool:
         """Calls `start`, which starts workers. Returns whether it succeeded.
 
-        Returns False if the machine can't have workers and the settings leave their number to the node, which then
-        serves without them. With a fixed number, raises ValueError, UnsupportedMachine.
+        If the machine can't have workers, ends the judgement: the node serves without them. If the settings fix their
+        number and the node does not serve yet, raises ValueError, UnsupportedMachine. If something is short, puts the
+        judgement off; raises OSError instead if the node does not serve yet.
         """
         try:
             return start() is not False
+        except (Interrupted, OSError) as error:
+            if isinstance(error, OSError) and not self._serves:
+                raise
+            self._put_off(str(error))
+            return False
         except (ValueError, UnsupportedMachine) as error:
-            if self.config.cpu_workers is not None:
+            if self.config.cpu_workers is not None and not self._serves:
                 raise
             log.error("CPU workers can't be used", extra={"reason": str(error)})
-            self.starts.decision = WorkersDecision(0, str(error))
+            self._conclude(WorkersDecision(0, str(error)))
             return False
 
     def _measure_kind(self, kind: CallKind, should_yield: Callable[[], bool]) -> None:
@@ -302,7 +326,7 @@ class WorkerManager:
             Calibration(self.engine, self.base, should_yield).measure(kind, ALL_PLANS, rounds)
         except Interrupted as interrupted:
             log.info("cold calls were not measured", extra={"kind": str(kind), "reason": str(interrupted)})
-            self._retry.begin(RETRY_S)
+            self._kinds_pause.begin(RETRY_S)
             if should_yield():
                 unmeasured[kind] = None
             else:
@@ -316,15 +340,17 @@ class WorkerManager:
     def _make(self, count: int) -> WorkerPool:
         return make_workers(self.config, self.starts.store, self.base, count, self.threads)
 
-    def _launch(self, count: int) -> None:
-        """Starts `count` workers and waits until they are warm. Raises ValueError when the handoff does not work."""
-        pool = self._make(count)
+    def _launch(self, count: int) -> bool:
+        """Starts `count` workers and waits until they are warm. Returns whether any answers. Raises ValueError when the
+        handoff does not work."""
+        pool = self._starting = self._make(count)
         start_warm(pool, START_LIMIT_S)
-        self._adopt(pool)
+        return self._adopt(pool)
 
     def _adopt(self, pool: WorkerPool) -> bool:
         """Makes cold starts use the pool's workers, and measures their costs if the profile lacks them. Returns whether
-        any worker answers; if none does, closes the pool. Raises ValueError when the handoff does not work."""
+        any worker answers; if none does, ends them and puts the judgement off. Raises ValueError when the handoff does
+        not work."""
         starts, count = self.starts, pool.layout.workers
         assert starts.profile is not None
         is_new = starts.workers is not pool
@@ -338,16 +364,18 @@ class WorkerManager:
         if profile.cpu is not None and isinstance(pool, StreamPool) and is_new:
             profile = prepare_handoffs(self.engine.runner, self.engine.blocks, profile)
         if profile.cpu is None:
-            log.warning("cold starts use no CPU workers: none answered while they were measured")
-            starts.decision = WorkersDecision(0, "none answered while they were measured")
             self._end_workers()
-            pool.close()
+            self._put_off("none answered while they were measured")
             return False
         starts.use(replace(profile, passes=starts.times.samples), pool)
         return True
 
     def _end_workers(self) -> None:
+        """Ends the workers, including those that are starting."""
         starts = self.starts
+        if self._starting is not None:
+            self._starting.close()
+            self._starting = None
         if starts.workers is not None:
             starts.workers.close()
             assert starts.profile is not None

@@ -33,6 +33,18 @@ def worker_cores(config: EngineConfig, count: int, threads: int) -> list[int]:
     return spare_cores(engine_cores, order=order)[:count]
 
 
+def check_count(config: EngineConfig, count: int, threads: int, refusal: str) -> None:
+    """Raises ValueError if the node can't have `count` workers. `refusal`: why its other settings rule them out, or
+    empty; `threads`: torch threads of the engine."""
+    if refusal:
+        raise ValueError(f"cpu_workers: {refusal}; set 0 or auto")
+    cores = len(worker_cores(config, count, threads))
+    if count > cores:
+        raise ValueError(
+            f"cpu_workers: {count} need a core each, and the engine's own leaves {cores}; set cpu_workers lower"
+        )
+
+
 def make_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, count: int, threads: int) -> WorkerPool:
     """Returns an unstarted pool of up to `count` workers, with memory near the GPU. Raises ValueError,
     UnsupportedMachine."""

@@ -171,7 +171,7 @@ def test_neither_arriving_layers_nor_repeated_hints_end_a_measurement_of_cold_ca
         assert not loop._arrived
         manager = engine.engine.worker_manager
         assert isinstance(manager, WorkerManager)
-        manager._retry.until = 0.0
+        manager._kinds_pause.until = 0.0
         peer.sendall(encode([hints]))
         assert loop._measure(channel, selector)
         assert starts.times.is_measured(TYPICAL) and TYPICAL not in starts.unmeasured

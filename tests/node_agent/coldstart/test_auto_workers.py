@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cluster.json_file import write_json
-from node_agent.coldstart import setup, worker_manager, worker_start
+from node_agent.coldstart import judgement, setup, worker_manager, worker_start
 from node_agent.coldstart.auto_workers import (
     MAX_WORKERS,
     MIN_GAIN,
@@ -236,7 +236,7 @@ def test_calls_of_users_never_stand_for_measured_ones(
 @needs_core
 def test_a_real_node_measures_real_calls(stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a link so slow that workers must gain: the figures are those of the calls."""
-    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    monkeypatch.setattr(judgement, "DECISION_ROUNDS", ROUNDS)
     bandwidth = 5e6
     with closing(
         LocalEngine(

@@ -4,117 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from cluster.json_file import write_json
-from node_agent.coldstart import cost_check, worker_manager
-from node_agent.coldstart.auto_workers import TYPICAL, judge_link
+from node_agent.coldstart import cost_check, judgement, worker_manager
+from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.calibration import Calibration, Interrupted
 from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.cost_check import CHECK_PAUSE_S, MAX_PAUSE_S, RETRY_S, CostCheck, Pause
 from node_agent.coldstart.measure import SHORT, measure_layers
 from node_agent.coldstart.pass_times import ROUNDS, PassSample
-from node_agent.coldstart.profile import LinkCost, Profile, read_profile
+from node_agent.coldstart.profile import LinkCost, Profile
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.runner.transformers_runner import LoadModel
 from tests.node_agent.coldstart.idle_work import manager_of, work_while_idle
-from tests.support.local_engine import LocalEngine
+from tests.node_agent.coldstart.slow_node import SLOW, SlowNode, gains, judge, nobody_calls, slow_node
 from tests.support.peft_reference import make_adapter
 
-SLOW = 200
-"""How many times slower the stored profile's engine is: more than a busy host slows the test itself."""
-LAYER_S = 4e-4
-"""About what a layer of 64 tokens takes, in seconds; not measured, since a busy host would change the link with it."""
-LOAD = 10
-"""How many warm prefills the load of the judged adapter takes; so many that it does on a busy host, too."""
-SIZES = {"adapter_memory": 4 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
-
-
-def nobody_calls() -> bool:
-    """Lets idle work go on. A node's start measures with another function, `never`."""
-    return False
-
-
-@dataclass
-class SlowNode:
-    """A node whose stored profile was measured on a busy host; on a true one it would judge workers worth a try."""
-
-    engine: LocalEngine
-    true: Profile
-    file: Path
-
-    @property
-    def check(self) -> CostCheck:
-        return manager_of(self.engine)._check
-
-    @property
-    def stored(self) -> Profile:
-        profile = self.engine.engine.cold_start.profile
-        assert profile is not None
-        return read_profile(self.file, profile.key)
-
-    def call(self, directory: Path) -> None:
-        """A call from host memory, by which the node learns its engine's real speed."""
-        adapter = self.engine.deploy(directory)
-        for prompt in ([1, 2], list(range(5, 5 + TYPICAL.tokens))):
-            self.engine.engine.store.discard(adapter.digest)
-            self.engine.submit(prompt, 2, adapter, ignore_eos=True)
-            self.engine.run()
-
-    def learn_engine(self, factor: float) -> None:
-        for _ in range(4):
-            self.engine.engine.cold_start.device.learn(1.0, factor)
-
-    def learn_link(self, slower: float) -> None:
-        link = self.engine.engine.cold_start.link
-        assert link is not None
-        for _ in range(16):
-            link.learn(1 << 24, slower * (1 << 24) / link.profile.bandwidth)
-
-    def judge_link(self) -> WorkersDecision:
-        """What a node with the present profile decides at its start."""
-        profile = self.engine.engine.cold_start.profile
-        assert profile is not None
-        return judge_link(manager_of(self.engine).config, self.engine.engine.store, self.engine.base, profile)
 
 
 @pytest.fixture
 def slow(stories_dir: Path, load_stories: LoadModel, tmp_path: Path) -> Iterator[SlowNode]:
-    def start(link: LinkConfig, file: Path, workers: int | None) -> LocalEngine:
-        return LocalEngine(
-            stories_dir, tmp_path / "registry", load=load_stories, dtype="float32", threads=1, load_link=link,
-            profile=str(file), cpu_workers=workers, **SIZES,
-        )  # fmt: skip
-
-    file = tmp_path / "profile.json"
-    with closing(start(LinkConfig(1e9), tmp_path / "first.json", 0)) as first:
-        true = first.engine.cold_start.profile
-        assert true is not None
-        layer = tuple((tokens, LAYER_S * tokens / TYPICAL.tokens) for tokens, _ in true.layer)
-        true = msgspec.structs.replace(true, layer=layer)
-        layout = first.engine.store.pool.uniform_layout(first.base, TYPICAL.rank, TYPICAL.projections)
-        load_s = LOAD * true.layer_seconds(TYPICAL.tokens) * first.base.num_layers
-    link = LinkConfig(layout.live / load_s)
-    key = msgspec.structs.replace(true.key, simulated_bandwidth=link.bandwidth)
-    true = msgspec.structs.replace(true, key=key, link=LinkCost(0.0, link.bandwidth))
-    layer = tuple((tokens, SLOW * seconds) for tokens, seconds in true.layer)
-    write_json(msgspec.structs.replace(true, layer=layer), file)
-    with closing(start(link, file, None)) as engine:
-        assert engine.engine.cold_start.decision.count == 0, "the slow engine seems to hide each load"
-        assert "little to gain" in engine.engine.cold_start.decision.reason and not work_while_idle(engine)
-        yield SlowNode(engine, true, file)
-        engine.assert_clean()
-
-
-def gains(_times: object, count: int, link: WorkersDecision) -> WorkersDecision:
-    return WorkersDecision(count, "they gain", link.figures)
+    with slow_node(stories_dir, load_stories, tmp_path) as node:
+        yield node
 
 
 @needs_core
@@ -123,7 +39,7 @@ def test_a_node_first_started_on_a_busy_host_gets_workers_when_idle(
 ) -> None:
     """As many as a node with a true profile; and its next start knows it."""
     monkeypatch.setattr(worker_manager, "judge_calls", gains)
-    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    monkeypatch.setattr(judgement, "DECISION_ROUNDS", ROUNDS)
     starts, manager = slow.engine.engine.cold_start, manager_of(slow.engine)
     slow.call(make_adapter(stories_dir, tmp_path / "a", 0, r=64, target_modules=["q_proj", "k_proj", "v_proj"]))
     assert manager.work(nobody_calls) and slow.check.changes == 1
@@ -149,7 +65,7 @@ def test_a_link_that_got_slower_starts_workers_and_one_that_recovers_ends_them(
     slow: SlowNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_manager, "judge_calls", gains)
-    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    monkeypatch.setattr(judgement, "DECISION_ROUNDS", ROUNDS)
     starts, manager, device_link = slow.engine.engine.cold_start, manager_of(slow.engine), slow.engine.engine.store
     bandwidth = slow.true.link.bandwidth
     slow.learn_link(slower=15)
@@ -167,13 +83,6 @@ def test_a_link_that_got_slower_starts_workers_and_one_that_recovers_ends_them(
     judge(slow)
     assert starts.workers is None and starts.decision.reason == "little to gain"
     assert slow.stored.link.bandwidth > bandwidth / 12, "stored with the decision for none, too"
-
-
-def judge(node: SlowNode) -> None:
-    """Lets the idle node measure a change often enough for another judgement."""
-    for _ in range(cost_check.CONFIRMATIONS):
-        node.check.pause.until = 0.0
-        assert manager_of(node.engine).work(nobody_calls)
 
 
 def test_the_profile_is_stored_when_none_are_started(slow: SlowNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +205,7 @@ def test_workers_that_cannot_be_measured_are_tried_less_and_less_often(
     slow: SlowNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_manager, "judge_calls", gains)
-    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    monkeypatch.setattr(judgement, "DECISION_ROUNDS", ROUNDS)
     starts, manager = slow.engine.engine.cold_start, manager_of(slow.engine)
     slow.learn_engine(1 / SLOW)
     judge(slow)
@@ -312,9 +221,9 @@ def test_workers_that_cannot_be_measured_are_tried_less_and_less_often(
     for seconds in (RETRY_S, 2 * RETRY_S):
         assert manager.work(nobody_calls) and not manager.work(nobody_calls)
         assert caplog.records[-1].next_try_s == seconds  # type: ignore[attr-defined]
-        manager._retry.until = 0.0
+        manager._judge_pause.until = 0.0
     monkeypatch.setattr(Calibration, "run", run)
-    assert manager.work(nobody_calls) and starts.decision.reason == "they gain" and manager._starting is None
+    assert work_while_idle(slow.engine) and starts.decision.reason == "they gain" and manager._starting is None
 
 
 def test_a_pause_grows_up_to_its_maximum() -> None:

@@ -41,8 +41,8 @@ def linked(kept: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local
     """An engine whose worker sits behind a link, and which has measured no call."""
     with as_started(kept, monkeypatch):
         yield kept
-    manager_of(kept)._retry.reset()
-    manager_of(kept)._retry.until = 0.0
+    manager_of(kept)._kinds_pause.reset()
+    manager_of(kept)._kinds_pause.until = 0.0
 
 
 @needs_core
@@ -132,7 +132,7 @@ def test_a_call_that_comes_ends_a_measurement_at_once(linked: LocalEngine) -> No
     linked.run()
     linked.assert_clean()
     assert not linked.engine.store.device and not list(linked.engine.store.hosts.all())
-    manager._retry.until = 0.0
+    manager._kinds_pause.until = 0.0
     work_while_idle(linked)
     assert TYPICAL not in starts.unmeasured and starts.times.is_measured(TYPICAL)
 
