@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from adapters.base_model import BaseModel, ForeignModules, OtherFamily, UnsupportedBase, fingerprint, load_base_model
-from adapters.errors import Conflict
+from adapters.errors import Conflict, CorruptRecord
 from adapters.modules import LINEAR, Module
 from adapters.records import find_record
 from adapters.store import ObjectStore
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 """Version of the manifest's form. Raise it when a field changes its meaning."""
 
 
@@ -30,6 +30,8 @@ class InspectedBase(msgspec.Struct, frozen=True):
     hidden_size: int
     vocab_size: int
     max_context: int
+    kv_elements: int
+    """Number of key and value elements of one token, over the layers that keep those of all tokens."""
     tied: bool
     """True: the embeddings also compute the logits."""
     output: str
@@ -72,6 +74,22 @@ def find_manifest(store: ObjectStore, base_fingerprint: str) -> BaseManifest | N
     return find_record(store, manifest_key(base_fingerprint), BaseManifest)
 
 
+def find_named_manifest(store: ObjectStore, base_id: str) -> BaseManifest | None:
+    """Returns the latest stored manifest of a base with this id, whatever its weights; None if there is none. Raises
+    StoreUnavailable."""
+    prefix = f"bases/v{MANIFEST_VERSION}/"
+    infos = sorted(store.list(prefix), key=lambda info: info.modified, reverse=True)
+    manifests = (manifest for info in infos if (manifest := _readable(store, info.key)) is not None)
+    return next((manifest for manifest in manifests if manifest.id == base_id), None)
+
+
+def _readable(store: ObjectStore, key: str) -> BaseManifest | None:
+    try:
+        return find_record(store, key, BaseManifest)
+    except CorruptRecord:
+        return None
+
+
 def find_base(directory: Path, model_id: str, store: ObjectStore) -> BaseModel:
     """Returns the base model in `directory`: by its config.json if its family is one of our own engine's, else by its
     manifest in the store.
@@ -103,7 +121,7 @@ def base_from_manifest(manifest: BaseManifest, model_id: str) -> BaseModel:
         vocab_size=base.vocab_size,
         max_context=base.max_context,
         widths=(),
-        foreign=ForeignModules(base.modules, base.output, base.decoder),
+        foreign=ForeignModules(base.modules, base.output, base.decoder, base.kv_elements, base.tied),
     )
     if not model.modules.adaptable:
         linear = sum(module.kind == LINEAR for module in base.modules)

@@ -14,7 +14,6 @@ import msgspec
 from adapters.model_families import FAMILIES, ModelFamily
 from adapters.modules import PROJECTIONS as PROJECTIONS
 from adapters.modules import Module, Modules, family_modules
-from adapters.peft_config import MAX_RANK
 
 
 class UnsupportedBase(ValueError):
@@ -33,6 +32,10 @@ class ForeignModules(msgspec.Struct, frozen=True):
     """Name of the module that computes the logits."""
     decoder: str
     """Name of the language model's stack of layers."""
+    kv_elements: int
+    """Number of key and value elements of one token, over the layers that keep those of all tokens."""
+    tied: bool
+    """True: the embeddings also compute the logits."""
 
 
 class BaseModel(msgspec.Struct, frozen=True):
@@ -51,8 +54,6 @@ class BaseModel(msgspec.Struct, frozen=True):
     """Pairs (d_in, d_out) of the projections, in the order of PROJECTIONS; empty if only vLLM serves the base."""
     foreign: ForeignModules | None = None
     """Modules of a base that only vLLM serves; None: those of its family."""
-    max_rank: int = MAX_RANK
-    """Maximum rank of its adapters."""
 
     @property
     def has_artifacts(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,15 @@ from adapters.functions import Manifest
 
 if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
     from adapters.validate import LoraLayout
+
+
+@dataclass(frozen=True)
+class RankLimit:
+    """Largest rank of an adapter that the nodes take."""
+
+    rank: int
+    memory: Mapping[int, str] = field(default_factory=dict)
+    """Text about the memory that slots of each rank would take on a node; empty if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class AdapterUpload:
     """Fields of the function's policy to change."""
     source: str | None = None
     """Source address of the files, if they did not come with the request."""
+    rank_limit: RankLimit | None = None
+    """Limit of the adapter's ranks; None: there is none."""
 
 
 class Deployment(msgspec.Struct, frozen=True):

@@ -95,6 +95,11 @@ class Adapter(msgspec.Struct, frozen=True):
     adapter_model.safetensors. Empty: unknown; a node whose engine reads the original files can't load the adapter."""
     weights: str = ""
 
+    @property
+    def max_rank(self) -> int:
+        """Largest rank of its modules; 0 if the ranks are not known."""
+        return max(self.ranks, default=0)
+
     def bytes_in(self, itemsize: int) -> int:
         """Returns the adapter's size in bytes when each element has `itemsize` bytes. Returns `bytes` when either item
         size is unknown (0)."""
