@@ -13,6 +13,8 @@ Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
 Node -> gateway:
 
+    POST /cluster/base     body BaseManifest as JSON (adapters.base_manifest), from a node whose base model has no
+                           manifest in the registry; the reply is 204 once it is stored
     POST /cluster/record   body NodeReport (cluster.news), every RECORD_INTERVAL seconds; the reply is 204, or 200 with
                            FullReportRequest
 """
@@ -26,6 +28,8 @@ import msgspec
 from cluster.frames import frame
 
 PROTOCOL_VERSION = 3
+BASE_PATH = "/cluster/base"
+"""Path at which a gateway takes the manifest of a base model (adapters.base_manifest), as JSON, from a node."""
 
 SloClass = Literal["strict", "standard", "best_effort"]
 

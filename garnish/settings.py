@@ -131,6 +131,7 @@ def gateway_config(
         host=service.gateway.host if host is None else host,
         port=service.gateway.port if port is None else port,
         max_lora_rank=_max_rank(service),
+        waits_for_base=service.node.engine == "vllm",
         workers=service.gateway.workers,
         redis=service.gateway.redis,
         node_hosts=tuple(service.gateway.node_hosts or ()),

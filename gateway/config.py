@@ -55,6 +55,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8080
     max_lora_rank: int = MAX_RANK
     """Maximum rank of adapters while no node has reported a limit."""
+    waits_for_base: bool = False
+    """True: if the registry has no manifest of the base model, the gateway waits for a node's before it starts."""
     workers: int = 1
     """Number of worker processes. More than one need `redis` to share state."""
     redis: str | None = None

@@ -175,6 +175,9 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat: int | None = None
     """Inherited descriptor of the memory for heartbeats (node_agent.heartbeat); None: none are written."""
     engine: EngineConfig
+    gateway_url: str = ""
+    """Gateway that stores the base model's manifest if the registry has none; empty: none."""
+    secret_file: str = ""
 
 
 class ProfileProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,14 +19,18 @@ from cluster.lifeline import die_with_parent
 if __name__ == "__mp_main__":
     die_with_parent(os.getppid())  # this is a process of vLLM, which ends with the process that started it
 
-from adapters.base_manifest import find_base
+from adapters.base_manifest import NoManifest, base_from_manifest, find_base
+from adapters.base_model import BaseModel
 from adapters.base_sizes import ITEM_BYTES
 from adapters.open_store import open_store
+from adapters.store import ObjectStore
+from cluster.secret import read_secret
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
+from node_agent.base_manifests import make_manifest, send_manifest
 from node_agent.collector import end
-from node_agent.config import EngineConfig
+from node_agent.config import EngineProcessConfig
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine_channel import WakeUp
@@ -71,17 +75,32 @@ class Types:
         return {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt else {})}
 
 
+def known_base(process: EngineProcessConfig, registry: ObjectStore) -> BaseModel:
+    """Returns the base model. If the registry has no manifest that is needed, makes one and sends it to the gateway.
+    Raises ValueError or OSError."""
+    config = process.engine
+    try:
+        return find_base(Path(config.model_dir), config.base_id, registry)
+    except NoManifest:
+        if not process.gateway_url:
+            raise
+    manifest = make_manifest(Path(config.model_dir), config.base_id)
+    send_manifest(manifest, process.gateway_url, read_secret(Path(process.secret_file)))
+    return base_from_manifest(manifest, config.base_id)
+
+
 def kill_vllm() -> None:
     """Kills the processes that vLLM has started here. Theirs end with them."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
-def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
+def build_engine(process: EngineProcessConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
     """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
     settings."""
+    config = process.engine
     registry = open_store(config.registry)
-    base = find_base(Path(config.model_dir), config.base_id, registry)
+    base = known_base(process, registry)
     types, start = Types(), Start(config, base)
     driver = Driver(start, wake.set, partial(start.check, types))
     settings = settings_of(driver.wait(START_S))
@@ -147,7 +166,7 @@ def main() -> int:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
     try:
-        engine, ready = build_engine(config.engine, wake)
+        engine, ready = build_engine(config, wake)
     except Exception as error:  # any error: the node shows it as the reason why it can't start
         log_failed_start(error)
         kill_vllm()
