@@ -34,7 +34,7 @@ class BaseSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     linear: int
     """Weights of the linear modules, without the one that computes the logits. Quantisation makes these smaller."""
-    other: int
+    rest: int
     """All other parameters: embeddings, logits, norms, biases."""
     kv: int
     """Keys and values of one token, over the layers that keep those of all tokens."""
@@ -48,15 +48,15 @@ class BaseSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     def weights(self, itemsize: int, bits: int | None = None) -> int:
         """Returns the bytes of all parameters. `bits`: of a quantised weight; None: not quantised."""
-        return self.linear * (itemsize * 8 if bits is None else bits) // 8 + self.other * itemsize
+        return self.linear * (itemsize * 8 if bits is None else bits) // 8 + self.rest * itemsize
 
     def per_rank(self, devices: int = 1, *, divided: bool = False) -> int:
         """Returns the elements, on each of a node's `devices`, of a LoRA adapter of rank 1 for all modules.
 
         Of each pair of matrices one is divided among the devices, as in vLLM, or both if `divided`.
         """
-        whole, parts = self.inputs[0] + self.outputs[1], self.outputs[0] + self.inputs[1]
-        return (whole + parts) // devices if divided else whole + parts // devices
+        undivided, parts = self.inputs[0] + self.outputs[1], self.outputs[0] + self.inputs[1]
+        return (undivided + parts) // devices if divided else undivided + parts // devices
 
 
 def sizes_from_config(config: Mapping[str, Any]) -> BaseSizes:
@@ -73,7 +73,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> BaseSizes:
     inputs, outputs = _sums((name, *pair) for name, pair in zip(names, widths, strict=True))
     return BaseSizes(
         linear=layers * sum(d_in * d_out for d_in, d_out in widths),
-        other=layers * (biases + norms) + hidden + embedding * (1 if config.get("tie_word_embeddings") else 2),
+        rest=layers * (biases + norms) + hidden + embedding * (1 if config.get("tie_word_embeddings") else 2),
         kv=kv_elements(layers, widths),
         context=int(config["max_position_embeddings"]),
         inputs=(layers * inputs[0], layers * inputs[1]),
@@ -108,7 +108,7 @@ def sizes_of_foreign(base: BaseModel, foreign: ForeignModules) -> BaseSizes:
     ends = 2 * (base.hidden_size + base.vocab_size)
     return BaseSizes(
         linear=linear,
-        other=total - linear,
+        rest=total - linear,
         kv=foreign.kv_elements,
         context=base.max_context,
         inputs=(inputs[0] + ends, inputs[1]),

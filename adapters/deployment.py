@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,10 @@ import msgspec
 
 from adapters.choices import Resolved
 from adapters.functions import Manifest
+from adapters.rank_limit import RankLimit
 
 if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
     from adapters.validate import LoraLayout
-
-
-@dataclass(frozen=True)
-class RankLimit:
-    """Largest rank of an adapter that the nodes take."""
-
-    rank: int
-    memory: Mapping[int, str] = field(default_factory=dict)
-    """Text about the memory that slots of each rank would take on a node; empty if it is not known."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 
 from adapters.base_model import BaseModel
-from adapters.deployment import RankLimit
 from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
 from adapters.modules import Module, Modules, label
 from adapters.peft_config import LoraSettings, check_config, field_problem, scale
 from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
 from adapters.peft_targets import Target, find_targets
+from adapters.rank_limit import RankLimit
 from adapters.tensor_names import with_plain_names
 
 DIGEST_FORMAT = 1

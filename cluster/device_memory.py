@@ -7,7 +7,7 @@ import msgspec
 GIB = float(1 << 30)
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that the slots of vLLM can have."""
-WANTED_SLOTS_KV_SHARE = 0.5
+DEFAULT_KV_SHARE = 0.5
 """Default share, of the memory that weights and runtime leave, that stays for keys and values when the number of slots
 is chosen."""
 
@@ -42,29 +42,29 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that decide how a device's memory is divided. Sizes are in bytes."""
 
     slots: int | None
-    """Number of slots; None: as many as fit, at most `most_slots`."""
-    most_slots: int
+    """Number of slots; None: as many as fit, at most `max_slots`."""
+    max_slots: int
     kv: int | None
-    """Keys and values; None: what the rest leaves, at least `least_kv`."""
-    least_kv: int
+    """Keys and values; None: what the rest leaves, at least `min_kv`."""
+    min_kv: int
     """Keys and values of the longest sequence, without which vLLM does not start."""
-    kv_share: float = WANTED_SLOTS_KV_SHARE
+    kv_share: float = DEFAULT_KV_SHARE
 
 
-def plan_memory(wanted: Wanted, *, weights: int, slot: int, runtime: int, device: int) -> DeviceMemory:
+def plan_memory(target: MemoryTarget, *, weights: int, slot: int, runtime: int, device: int) -> DeviceMemory:
     """Returns the division of a device's memory. Raises NoRoom with the sum when not even one slot, or the stated
-    number of slots, fits beside the keys and values."""
+    number of slots, fits next to the keys and values."""
     rest = device - weights - runtime
-    least = wanted.least_kv if wanted.kv is None else wanted.kv
-    slots = wanted.slots
+    min_kv = target.min_kv if target.kv is None else target.kv
+    slots = target.slots
     if slots is None:
-        kept = wanted.kv if wanted.kv is not None else max(least, int(wanted.kv_share * max(rest, 0)))
-        slots = max(1, min((rest - kept) // slot, wanted.most_slots))
-    kv = max(least, rest - slots * slot) if wanted.kv is None else wanted.kv
+        reserved = target.kv if target.kv is not None else max(min_kv, int(target.kv_share * max(rest, 0)))
+        slots = max(1, min((rest - reserved) // slot, target.max_slots))
+    kv = max(min_kv, rest - slots * slot) if target.kv is None else target.kv
     plan = DeviceMemory(weights=weights, slot=slot, slots=slots, kv=kv, runtime=runtime, device=device)
     if plan.total > device:
         raise NoRoom(str(plan))

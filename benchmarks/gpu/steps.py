@@ -113,7 +113,7 @@ def read_bytes(engine: LocalEngine) -> int:
     unread = 0 if tied else int(config["vocab_size"]) * int(config["hidden_size"])
     sizes = sizes_from_config(config)
     itemsize: int = engine.engine.runner.dtype.itemsize
-    return (sizes.linear + sizes.other - unread) * itemsize
+    return (sizes.linear + sizes.rest - unread) * itemsize
 
 
 def kv_bytes(engine: LocalEngine, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Manifests of base models that nodes send: checked against what this gateway knows of its own base, then stored."""
+"""Manifests of base models that nodes send: checked against this gateway's base model, then stored."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def take_manifest(store: ObjectStore, config: GatewayConfig, body: bytes) -> Non
 
 def _check_own(manifest: BaseManifest, directory: Path) -> None:
     """Raises UnsupportedBase if the manifest is of another base model than the one in this gateway's directory."""
-    own = fingerprint(directory)
-    if manifest.fingerprint != own:
+    local = fingerprint(directory)
+    if manifest.fingerprint != local:
         raise UnsupportedBase(
-            f"its fingerprint {manifest.fingerprint[:12]} differs from {own[:12]}: config.json and the weight files "
+            f"its fingerprint {manifest.fingerprint[:12]} differs from {local[:12]}: config.json and the weight files "
             "must be the same on nodes and gateways"
         )
     for name, sha256 in manifest.tokenizer.items():

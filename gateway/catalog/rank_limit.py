@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapters.deployment import RankLimit
+from adapters.rank_limit import RankLimit
 from cluster.device_memory import RANKS, with_rank
 from cluster.news import NodeRecord
 from cluster.state import ClusterState

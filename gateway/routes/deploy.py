@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters import strict_json
-from adapters.deployment import AdapterUpload, Deployment, RankLimit
+from adapters.deployment import AdapterUpload, Deployment
 from adapters.function_changes import check_options
 from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
+from adapters.rank_limit import RankLimit
 from cluster.errors import ServiceError
 from gateway.catalog.adapters import adapter_of
 from gateway.catalog.rank_limit import rank_limit

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.base_sizes import ITEM_BYTES, BaseSizes, dtype_of, quantised_bits
-from cluster.device_memory import DeviceMemory, NoRoom, Wanted, plan_memory
+from cluster.device_memory import DeviceMemory, MemoryTarget, NoRoom, plan_memory
 from node_agent.config import VllmConfig
 from node_agent.vllm.arguments import AUTO, DEFAULTS
 
@@ -48,11 +48,11 @@ def plan_node(
         kv_memory = CPU_KV_BYTES
     try:
         return plan_memory(
-            Wanted(
+            MemoryTarget(
                 slots=None if slots == AUTO else slots,
-                most_slots=min(rows, CPU_SLOTS) if on_cpu else rows,
+                max_slots=min(rows, CPU_SLOTS) if on_cpu else rows,
                 kv=kv_memory,
-                least_kv=per_token * _longest(sizes, arguments) // (devices * stages),
+                min_kv=per_token * _longest(sizes, arguments) // (devices * stages),
                 kv_share=vllm.kv_share,
             ),
             weights=sizes.weights(itemsize, quantised_bits(config, arguments.get("quantization")))

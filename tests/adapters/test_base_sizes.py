@@ -38,8 +38,8 @@ QWEN3_32B: dict[str, Any] = {
 def test_published_sizes() -> None:
     """The numbers of parameters in the models' own indexes, and the megabytes that a slot of rank 64 takes in vLLM."""
     llama, qwen = sizes_from_config(LLAMA_8B), sizes_from_config(QWEN3_32B)
-    assert llama.linear + llama.other == 8_030_261_248
-    assert qwen.linear + qwen.other == 32_762_123_264
+    assert llama.linear + llama.rest == 8_030_261_248
+    assert qwen.linear + qwen.rest == 32_762_123_264
     assert (llama.kv * 2, qwen.kv * 2) == (131_072, 262_144)
     assert (llama.per_rank() * 64 * 2, qwen.per_rank() * 64 * 2) == (335_544_320, 1_073_741_824)
 
@@ -74,7 +74,7 @@ def lora_elements(model: torch.nn.Module, targets: Any = "all-linear") -> tuple[
 def test_families_have_the_parameters_of_transformers(config: PreTrainedConfig, tied: bool) -> None:
     model = made(config, tied)
     sizes = sizes_from_config(config.to_dict())
-    assert sizes.linear + sizes.other == sum(each.numel() for each in model.parameters())
+    assert sizes.linear + sizes.rest == sum(each.numel() for each in model.parameters())
     assert (sum(sizes.inputs), sum(sizes.outputs)) == lora_elements(model)
     assert sizes.per_rank() == sum(sizes.inputs) + sum(sizes.outputs)
 
@@ -89,7 +89,7 @@ def test_other_bases_have_the_parameters_of_their_manifest(name: str, tied: bool
     base = base_from_manifest(BaseManifest(MANIFEST_VERSION, name, "f", {}, False, inspect_base(tmp_path)), name)
     assert base.foreign is not None
     sizes = sizes_of_foreign(base, base.foreign)
-    assert sizes.linear + sizes.other == sum(each.numel() for each in model.parameters())
+    assert sizes.linear + sizes.rest == sum(each.numel() for each in model.parameters())
     ends = 2 * (SIZES["hidden_size"] + SIZES["vocab_size"])
     assert sum(sizes.inputs) + sum(sizes.outputs) - ends == sum(lora_elements(model))
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * 2
@@ -108,7 +108,7 @@ def test_tensor_parallelism_divides_one_matrix_of_each_pair() -> None:
 
 
 def test_quantised_weights_are_smaller_and_the_rest_is_not() -> None:
-    sizes = BaseSizes(linear=1000, other=10, kv=1, context=1, inputs=(0, 0), outputs=(0, 0))
+    sizes = BaseSizes(linear=1000, rest=10, kv=1, context=1, inputs=(0, 0), outputs=(0, 0))
     assert (sizes.weights(4), sizes.weights(2), sizes.weights(2, 8), sizes.weights(2, 4)) == (4040, 2020, 1020, 520)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.device_memory import GIB, NoRoom, Wanted, plan_memory, with_rank
+from cluster.device_memory import GIB, MemoryTarget, NoRoom, plan_memory, with_rank
 from tests.support.draws import draws
 
 sizes = st.integers(1, 1000)
@@ -14,17 +14,17 @@ sizes = st.integers(1, 1000)
 
 @settings(max_examples=draws(200), deadline=None)
 @given(
-    weights=sizes, slot=sizes, runtime=sizes, device=st.integers(1, 5000), least_kv=sizes, most=st.integers(1, 64),
+    weights=sizes, slot=sizes, runtime=sizes, device=st.integers(1, 5000), min_kv=sizes, most=st.integers(1, 64),
     slots=st.none() | st.integers(1, 64), kv=st.none() | sizes, share=st.floats(0, 0.99),
 )  # fmt: skip
 def test_a_plan_fits_and_gives_what_was_stated(
-    weights: int, slot: int, runtime: int, device: int, least_kv: int, most: int, slots: int | None, kv: int | None,
+    weights: int, slot: int, runtime: int, device: int, min_kv: int, most: int, slots: int | None, kv: int | None,
     share: float,
 ) -> None:  # fmt: skip
-    wanted = Wanted(slots=slots, most_slots=most, kv=kv, least_kv=least_kv, kv_share=share)
-    needed = weights + runtime + (slots or 1) * slot + (least_kv if kv is None else kv)
+    target = MemoryTarget(slots=slots, max_slots=most, kv=kv, min_kv=min_kv, kv_share=share)
+    needed = weights + runtime + (slots or 1) * slot + (min_kv if kv is None else kv)
     try:
-        plan = plan_memory(wanted, weights=weights, slot=slot, runtime=runtime, device=device)
+        plan = plan_memory(target, weights=weights, slot=slot, runtime=runtime, device=device)
     except NoRoom:
         assert needed > device
         return
@@ -33,29 +33,29 @@ def test_a_plan_fits_and_gives_what_was_stated(
     if slots is not None:
         assert plan.slots == slots
     assert 1 <= plan.slots <= (slots or most)
-    assert plan.kv == kv if kv is not None else plan.kv >= least_kv
+    assert plan.kv == kv if kv is not None else plan.kv >= min_kv
     rest = device - weights - runtime
     if slots is None and kv is None and plan.slots > 1:
         assert plan.kv >= int(share * rest), "more slots than the share of keys and values leaves"
     if slots is None and plan.slots < most:
-        kept = kv if kv is not None else max(least_kv, int(share * rest))
+        kept = kv if kv is not None else max(min_kv, int(share * rest))
         assert kept + (plan.slots + 1) * slot > rest, "another slot would have fitted"
 
 
 def test_the_sum_is_written_out() -> None:
-    wanted = Wanted(slots=4, most_slots=9, kv=None, least_kv=int(2 * GIB))
+    target = MemoryTarget(slots=4, max_slots=9, kv=None, min_kv=int(2 * GIB))
     gib = {"weights": int(15 * GIB), "slot": int(GIB / 2), "runtime": int(GIB)}
     with pytest.raises(NoRoom) as refused:
-        plan_memory(wanted, **gib, device=int(19 * GIB))
+        plan_memory(target, **gib, device=int(19 * GIB))
     assert str(refused.value) == (
         "15.0 weights + 2.0 adapter slots (4 x 0.50) + 2.0 keys and values + 1.0 runtime = 20.0 GiB of 19.0 GiB"
     )
-    assert plan_memory(wanted, **gib, device=int(20 * GIB)).kv == int(2 * GIB)
+    assert plan_memory(target, **gib, device=int(20 * GIB)).kv == int(2 * GIB)
 
 
 def test_another_rank_takes_memory_from_keys_and_values() -> None:
     plan = plan_memory(
-        Wanted(slots=4, most_slots=9, kv=None, least_kv=10), weights=100, slot=10, runtime=10, device=200
+        MemoryTarget(slots=4, max_slots=9, kv=None, min_kv=10), weights=100, slot=10, runtime=10, device=200
     )
     assert (plan.kv, plan.total) == (50, 200)
     assert (with_rank(plan, 8, 16).slot, with_rank(plan, 8, 16).kv, with_rank(plan, 8, 16).total) == (20, 10, 200)

@@ -15,7 +15,14 @@ import pytest
 from running_gateway import Running, start_gateway, upload
 from test_gateway_server import process, wait_for
 
-from adapters.base_manifest import MANIFEST_VERSION, BaseManifest, find_manifest, manifest_key, store_manifest
+from adapters.base_manifest import (
+    MANIFEST_VERSION,
+    BaseManifest,
+    NoManifest,
+    find_manifest,
+    manifest_key,
+    store_manifest,
+)
 from adapters.base_model import fingerprint
 from adapters.local_store import LocalStore
 from cluster.messages import BASE_PATH
@@ -23,6 +30,8 @@ from cluster.secret import authorization, create_secret
 from gateway.catalog.node_manifests import MANIFEST_LIMIT
 from gateway.config import GatewayConfig
 from node_agent.base_manifests import NotMade, make_manifest, send_manifest
+from node_agent.config import EngineConfig, EngineProcessConfig
+from node_agent.vllm.process import known_base
 from tests.support.foreign_bases import TARGETS, write_foreign_base
 from tests.support.peft_reference import make_adapter
 from tests.support.ports import free_port
@@ -80,6 +89,21 @@ def test_a_node_makes_the_manifest_and_deploys_work(model: Path, manifest: BaseM
         assert sorted(done.json()["targets"]) == ["down", "gate_up", "o", "qkv"]
     stored = find_manifest(LocalStore(tmp_path / "registry"), manifest.fingerprint)
     assert stored == msgspec.structs.replace(manifest, id="phi3"), "under the id that the gateway knows"
+
+
+def test_a_nodes_engine_process_sends_what_the_registry_lacks(model: Path, tmp_path: Path) -> None:
+    config = config_of(model, tmp_path)
+    store, url = LocalStore(tmp_path / "registry"), f"http://127.0.0.1:{config.port}"
+    settings = EngineConfig(model_dir=str(model), base_id="n", registry=config.registry, engine="vllm")
+    with pytest.raises(NoManifest):
+        known_base(EngineProcessConfig(socket="", engine=settings), store)
+    node = EngineProcessConfig(socket="", engine=settings, gateway_url=url, secret_file=config.secret_file)
+    with process(config, tmp_path / "log") as child:
+        wait_for(url, "/healthz", child)
+        base = known_base(node, store)
+        assert base.fingerprint == fingerprint(model) and base.modules.adaptable
+        until_ready(url, child)
+    assert known_base(node, store) == base, "read from the registry: no gateway answers"
 
 
 def test_a_manifest_that_is_stored_by_other_means_ends_the_wait(

@@ -31,7 +31,7 @@ def test_the_files_of_a_real_model(stories_dir: Path) -> None:
                     size *= extent
                 held += size
     sizes = sizes_from_config(config)
-    assert sizes.linear + sizes.other == held
+    assert sizes.linear + sizes.rest == held
 
 
 def test_what_is_stated_counts() -> None:
