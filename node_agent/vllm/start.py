@@ -81,7 +81,7 @@ def with_measured(plan: DeviceMemory, workers: Sequence[WorkerMemory]) -> Device
     slots = max(worker["slots"] for worker in workers)
     weights = max(worker["weights"] for worker in workers)
     log.info("device memory is measured", extra={"weights": weights, "slots": slots, "planned": str(plan)})
-    return msgspec.structs.replace(plan, weights=weights, slot=slots // plan.slots)
+    return msgspec.structs.replace(plan, weights=weights or plan.weights, slot=slots // plan.slots)
 
 
 def settings_of(engine: AsyncEngine) -> Any:

@@ -32,7 +32,7 @@ class WorkerMemory(TypedDict):
     """Bytes that one worker has reserved."""
 
     weights: int
-    """parameters of the base model"""
+    """parameters of the base model; 0 if vLLM keeps them in another form, as on a CPU"""
     slots: int
     """all slots for adapters together"""
 
@@ -57,8 +57,9 @@ class WorkerExtension:
         """Returns the memory that this worker has reserved for the base model and for adapters."""
         modules = self.model_runner.lora_manager._adapter_manager.modules.values()
         stacked = [tensor for module in modules for tensor in (module.lora_a_stacked, module.lora_b_stacked)]
+        parameters = [parameter.nbytes for parameter in self.model_runner.model.parameters()]
         return WorkerMemory(
-            weights=sum(parameter.nbytes for parameter in self.model_runner.model.parameters()),
+            weights=sum(parameters) if all(parameters) else 0,  # of packed weights an empty parameter is left
             slots=sum(tensor.nbytes for weights in stacked for tensor in _tensors(weights)),
         )
 

@@ -97,3 +97,5 @@ def test_measured_sizes_replace_planned_ones() -> None:
     found = plan(LLAMA_8B, H100)
     measured = with_measured(found, [{"weights": 3, "slots": 64}, {"weights": 2, "slots": 96}])
     assert (measured.weights, measured.slot, measured.slots, measured.kv) == (3, 3, 32, found.kv)
+    packed = with_measured(found, [{"weights": 0, "slots": 64}])
+    assert (packed.weights, packed.slot) == (LLAMA_WEIGHTS, 2)
