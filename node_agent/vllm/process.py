@@ -61,7 +61,7 @@ class Types:
         self._form = StructuredOutputsParams
 
     def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any:
-        form = arguments["structured_outputs"]
+        form = arguments.get("structured_outputs")  # the check at start states none
         arguments = {**arguments, "structured_outputs": None if form is None else self._form(**form)}
         parameters = self._parameters(**arguments, output_kind=self._delta)
         if bad_words:
