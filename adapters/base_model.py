@@ -14,7 +14,6 @@ import msgspec
 from adapters.model_families import FAMILIES, ModelFamily
 from adapters.modules import PROJECTIONS as PROJECTIONS
 from adapters.modules import Module, Modules, family_modules
-from adapters.peft_config import MAX_RANK
 
 
 class UnsupportedBase(ValueError):
@@ -33,6 +32,10 @@ class ForeignModules(msgspec.Struct, frozen=True):
     """Name of the module that computes the logits."""
     decoder: str
     """Name of the language model's stack of layers."""
+    kv_elements: int
+    """Number of key and value elements of one token, over the layers that keep those of all tokens."""
+    tied: bool
+    """True: the embeddings also compute the logits."""
 
 
 class BaseModel(msgspec.Struct, frozen=True):
@@ -51,8 +54,6 @@ class BaseModel(msgspec.Struct, frozen=True):
     """Pairs (d_in, d_out) of the projections, in the order of PROJECTIONS; empty if only vLLM serves the base."""
     foreign: ForeignModules | None = None
     """Modules of a base that only vLLM serves; None: those of its family."""
-    max_rank: int = MAX_RANK
-    """Maximum rank of its adapters."""
 
     @property
     def has_artifacts(self) -> bool:
@@ -89,27 +90,34 @@ def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
     validate it. Raises UnsupportedBase when a file is missing, and OtherFamily when our own engine does not serve the
     architecture.
     """
-    config_file = directory / "config.json"
-    try:
-        config = json.loads(config_file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UnsupportedBase(f"{config_file}: not a readable config.json ({error})") from error
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise OtherFamily(
-            f"{config_file}: Garnish's own engine does not serve model_type {model_type!r}; it serves "
-            f"{', '.join(FAMILIES)}. vLLM may serve it: set node.engine: vllm in the service file"
-        )
+    config = read_family_config(directory)
     return BaseModel(
         id=model_id or directory.resolve().name,
         fingerprint=fingerprint(directory),
-        model_type=model_type,
+        model_type=config["model_type"],
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         vocab_size=config["vocab_size"],
         max_context=config["max_position_embeddings"],
         widths=projection_widths(config),
     )
+
+
+def read_family_config(directory: Path) -> dict[str, Any]:
+    """Returns the config.json of a base model that our own engine serves. Raises UnsupportedBase, or OtherFamily when
+    our own engine does not serve the architecture."""
+    config_file = directory / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(config_file.read_bytes())
+        model_type = config.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnsupportedBase(f"{config_file}: not a readable config.json ({error})") from error
+    if model_type not in FAMILIES:
+        raise OtherFamily(
+            f"{config_file}: Garnish's own engine does not serve model_type {model_type!r}; it serves "
+            f"{', '.join(FAMILIES)}. vLLM may serve it: set node.engine: vllm in the service file"
+        )
+    return config
 
 
 def projection_widths(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:

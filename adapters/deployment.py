@@ -10,6 +10,7 @@ import msgspec
 
 from adapters.choices import Resolved
 from adapters.functions import Manifest
+from adapters.rank_limit import RankLimit
 
 if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
     from adapters.validate import LoraLayout
@@ -29,6 +30,8 @@ class AdapterUpload:
     """Fields of the function's policy to change."""
     source: str | None = None
     """Source address of the files, if they did not come with the request."""
+    rank_limit: RankLimit | None = None
+    """Limit of the adapter's ranks; None: there is none."""
 
 
 class Deployment(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ from adapters.records import find_record, read_each, read_records
 from adapters.schedules import record_schedule
 from adapters.standing import Memory, function_key, update_function
 from adapters.store import MAX_LIST, ObjectStore
-from adapters.validate import LoraLayout, check_values
+from adapters.validate import LoraLayout, check_values, within_limit
 from adapters.version_files import Storing, VersionFiles, find_digest, manifest_key
 
 MAX_PASSED = 1000
@@ -292,7 +292,8 @@ class Registry:
     def _layout(self, upload: AdapterUpload) -> LoraLayout:
         """Returns the layout of the checked upload. Raises what `deploy` does for its arguments and files."""
         check_options(upload.alias, upload.policy)
-        return check_values(self._inspect(upload.config, upload.weights), upload.weights)
+        inspection = self._inspect(upload.config, upload.weights)
+        return check_values(within_limit(inspection, upload.rank_limit), upload.weights)
 
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
         try:

@@ -47,6 +47,12 @@ def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
     return msgspec.structs.replace(adapter, tensors=tensors)
 
 
+def plain_name(name: str) -> str:
+    """Returns the tensor's name without an adapter's name."""
+    carried = _NAMED.fullmatch(name)
+    return name if carried is None else f"{carried['module']}.weight"
+
+
 def _refuse_other_files(names: list[str]) -> None:
     """Raises InvalidAdapter, with one problem, if the tensors' names show that the file is not a PEFT adapter."""
     if not names:

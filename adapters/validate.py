@@ -17,6 +17,7 @@ from adapters.modules import Module, Modules, label
 from adapters.peft_config import LoraSettings, check_config, field_problem, scale
 from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
 from adapters.peft_targets import Target, find_targets
+from adapters.rank_limit import RankLimit
 from adapters.tensor_names import with_plain_names
 
 DIGEST_FORMAT = 1
@@ -77,6 +78,8 @@ class Inspection(msgspec.Struct, frozen=True, tag=True):
     warnings: tuple[str, ...]
     omitted: int = 0
     """Number of further problems that are not listed."""
+    rank: int = 0
+    """Rank `r` of the config."""
 
 
 FindTargets = Callable[[LoraSettings, Modules], list[Target]]
@@ -104,9 +107,7 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
         except InvalidAdapter as error:
             problems += error.problems
         else:
-            problems += (
-                [_no_targets(adapter, base, modules)] if not targets else _rank_problems(settings, targets, base)
-            )
+            problems += [] if targets else [_no_targets(adapter, base, modules)]
     pairs, mapping_problems = _map(adapter, base, modules, targets, settings is not None and settings.use_rslora)
     problems += mapping_problems
     if not problems:
@@ -120,6 +121,7 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
         problems=listed,
         warnings=tuple(warnings),
         omitted=len(problems) - len(listed),
+        rank=settings.rank if settings is not None else 0,
     )
 
 
@@ -142,13 +144,16 @@ def _no_targets(adapter: PeftAdapter, base: BaseModel, modules: Modules) -> Prob
     )
 
 
-def _rank_problems(settings: LoraSettings, targets: Sequence[Target], base: BaseModel) -> list[Problem]:
-    """Returns a problem if a rank is above the base's limit."""
-    rank = max(settings.rank, *(target.rank for target in targets))
-    if rank <= base.max_rank:
-        return []
-    field = "r" if rank == settings.rank else "rank_pattern"
-    return [field_problem(field, "above the largest rank that this service's nodes take", str(base.max_rank), rank)]
+def within_limit(inspection: Inspection, limit: RankLimit | None) -> Inspection:
+    """Returns the inspection, with a problem if a module's rank is above the limit."""
+    rank = max((pair.rank for pair in inspection.pairs), default=0)
+    if limit is None or rank <= limit.rank:
+        return inspection
+    field = "r" if rank == inspection.rank else "rank_pattern"
+    memory = next((each for slot, each in sorted(limit.memory.items()) if slot >= rank), "")
+    reason = "above the largest rank that this service's nodes take (node.vllm.max_lora_rank)"
+    problem = field_problem(field, reason + (f"; {rank} would need {memory}" if memory else ""), str(limit.rank), rank)
+    return msgspec.structs.replace(inspection, problems=(*inspection.problems, problem))
 
 
 def digest_of(pairs: Sequence[LoraPair], weights_sha256: str) -> str:

@@ -13,6 +13,8 @@ Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
 Node -> gateway:
 
+    POST /cluster/base     body BaseManifest as JSON (adapters.base_manifest), from a node whose base model has no
+                           manifest in the registry; the reply is 204 once it is stored
     POST /cluster/record   body NodeReport (cluster.news), every RECORD_INTERVAL seconds; the reply is 204, or 200 with
                            FullReportRequest
 """
@@ -26,6 +28,8 @@ import msgspec
 from cluster.frames import frame
 
 PROTOCOL_VERSION = 3
+BASE_PATH = "/cluster/base"
+"""Path at which a gateway takes the manifest of a base model (adapters.base_manifest), as JSON, from a node."""
 
 SloClass = Literal["strict", "standard", "best_effort"]
 
@@ -94,6 +98,11 @@ class Adapter(msgspec.Struct, frozen=True):
     """SHA-256 of the original adapter_config.json, which names its blob in the registry; `weights` is that of
     adapter_model.safetensors. Empty: unknown; a node whose engine reads the original files can't load the adapter."""
     weights: str = ""
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank of its modules; 0 if the ranks are not known."""
+        return max(self.ranks, default=0)
 
     def bytes_in(self, itemsize: int) -> int:
         """Returns the adapter's size in bytes when each element has `itemsize` bytes. Returns `bytes` when either item

@@ -12,6 +12,7 @@ from typing import Literal, TypedDict
 
 import msgspec
 
+from cluster.device_memory import DeviceMemory
 from cluster.gpu import GpuFacts, GpuLoad
 from cluster.messages import PROTOCOL_VERSION
 from cluster.performance_model import PerformanceModel
@@ -151,6 +152,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `first_token_assist`, ..."""
     gpu: GpuFacts | None = None
     """Facts of the node's GPU. None: the node has no GPU, or can't read them."""
+    engine: str = "garnish"
+    """Engine of the node: garnish or vllm."""
+    rank_limit: int = 0
+    """Largest rank of an adapter that the node takes. Calls of adapters above it go to other nodes. 0: any rank, or not
+    known yet."""
+    device_memory: DeviceMemory | None = None
+    """Division of each device's memory. None: not fixed at the engine's start."""
 
 
 class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
@@ -177,6 +185,9 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     cpu_workers_reason: str = ""
     cpu_workers_ms: dict[str, float] = {}
     gpu: GpuFacts | None = None
+    engine: str = "garnish"
+    rank_limit: int = 0
+    device_memory: DeviceMemory | None = None
 
 
 def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:

@@ -75,6 +75,8 @@ class NodeLoad(msgspec.Struct, frozen=True):
     """Number of best-effort requests among the running and queued ones."""
     adapter_itemsize: int = 0
     """Bytes per adapter element on the device; 0: not reported."""
+    rank_limit: int = MAX_COUNT
+    """Largest rank of an adapter that the node takes."""
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
@@ -98,6 +100,7 @@ def load_of(record: NodeRecord) -> NodeLoad:
         adapter_itemsize=count(record.adapter_itemsize),
         strict=_room_for_strict(record),
         best_effort=count(record.best_effort),
+        rank_limit=count(record.rank_limit) or MAX_COUNT,
     )
 
 

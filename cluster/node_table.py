@@ -43,6 +43,7 @@ ROW = np.dtype(
         ("crammed", "?"),  # the queue takes not even requests that may displace another one
         ("modelled", "?"),  # the node has a usable performance model; else it is ASSUMED
         ("max_context", "i8"),
+        ("rank_limit", "i8"),  # largest rank of an adapter that the node takes; MAX_COUNT if it takes any
         ("requests", "f8"),  # running, queued and reserved
         ("best_effort", "f8"),  # best-effort ones among `requests`
         ("max_rank", "f8"),  # largest adapter rank among `requests`
@@ -103,6 +104,12 @@ class ServingNodes(NamedTuple):
     shortest: int
     """Smallest maximum context (tokens) of the nodes; 0 without nodes."""
     longest: int
+    lowest_rank_limit: int
+    """Smallest of the nodes' limits of an adapter's rank."""
+
+    def taking(self, nodes: NodeTable, rank: int) -> np.ndarray:
+        """Returns i64[C]: the ascending rows of the nodes that take adapters of this rank. Must not be changed."""
+        return self.rows if rank <= self.lowest_rank_limit else self.rows[nodes.rank_limit[self.rows] >= rank]
 
 
 class NodeTable:
@@ -178,7 +185,9 @@ class NodeTable:
             rows = np.flatnonzero(self.live & self.ready)
             rows = rows[[self.record(row).base == base for row in rows.tolist()]]
             contexts = self.max_context[rows] if rows.size else np.zeros(1, np.int64)
-            serving = self._serving[base] = ServingNodes(rows, int(contexts.min()), int(contexts.max()))
+            lowest = int(self.rank_limit[rows].min(initial=MAX_COUNT))
+            serving = ServingNodes(rows, int(contexts.min()), int(contexts.max()), lowest)
+            self._serving[base] = serving
         return serving
 
     def model_problem(self, row: int) -> str | None:
@@ -295,7 +304,8 @@ class NodeTable:
         strict = standard if load.strict is None else availability_for_strict(load, load.strict, demands, model)
         self.table[row] = (  # in the order of ROW
             load.ready, waiting >= limit, waiting >= limit + room_for_others(limit), model is not ASSUMED,
-            load.max_context, requests, load.best_effort + reserved.best_effort, largest, capacity, load.kv_tokens,
+            load.max_context, load.rank_limit, requests, load.best_effort + reserved.best_effort, largest, capacity,
+            load.kv_tokens,
             (standard.rows_free, strict.rows_free), (standard.kv_room, strict.kv_room),
             (standard.prompt_wait, strict.prompt_wait), (tightest_tpot(promised, model), strict.tightest_tpot),
             strict.saved,
@@ -317,7 +327,7 @@ class NodeTable:
         self._models[row] = measured if measured is not None and problem is None else ASSUMED
 
 
-def _counts(record: NodeRecord) -> tuple[str, bool, int]:
+def _counts(record: NodeRecord) -> tuple[str, bool, int, int]:
     """Returns the fields of a record that decide which calls the node serves: base, whether it is ready, maximum
-    context."""
-    return record.base, record.state == "ready", record.max_context
+    context, limit of an adapter's rank."""
+    return record.base, record.state == "ready", record.max_context, record.rank_limit

@@ -44,7 +44,7 @@ def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> N
         raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {heartbeat.state[:60]!r}")
     if len(heartbeat.received.bits) > WINDOW // 8:
         raise BadRecord(f"received: expected at most {WINDOW // 8} bytes")
-    gpu = facts.gpu if facts is not None else None
+    gpu, memory = (facts.gpu, facts.device_memory) if facts is not None else (None, None)
     parts: tuple[tuple[str, msgspec.Struct | None], ...] = (
         ("", heartbeat),
         ("strict.", heartbeat.strict),
@@ -52,6 +52,7 @@ def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> N
         ("gpu_load.", heartbeat.gpu_load),
         ("", facts),
         ("gpu.", gpu),
+        ("device_memory.", memory),
     )
     for owner, part in parts:
         for field, value in msgspec.structs.asdict(part).items() if part is not None else ():

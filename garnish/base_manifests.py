@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
+import logging
 from pathlib import Path
 
-import msgspec
-
 from adapters import base_manifest
-from adapters.base_manifest import MANIFEST_VERSION, BaseManifest, InspectedBase, base_from_manifest
+from adapters.base_manifest import BaseManifest, base_from_manifest
 from adapters.base_model import OtherFamily, UnsupportedBase, fingerprint, load_base_model
 from adapters.errors import AdapterError, CorruptRecord
 from adapters.open_store import open_checked_store
@@ -19,50 +14,20 @@ from adapters.store import ObjectStore
 from garnish.config import ServiceFile
 from garnish.errors import StartError
 from garnish.settings import Base, registry_of, vllm_config
+from node_agent import base_manifests
+from node_agent.base_manifests import NotMade
 
-INSPECT_SECONDS = 600.0
-"""Maximum seconds for reading a base's modules. Importing torch and transformers takes nearly all of the time."""
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja",
-)  # fmt: skip
-ROOT = Path(__file__).parents[1]
+log = logging.getLogger(__name__)
 
 
 def make_manifest(base: Base, python: str = "") -> BaseManifest:
-    """Returns the manifest of a base model, made by a process of `python` (empty: this one's interpreter), which has
-    torch and transformers.
-
-    Raises StartError.
-    """
-    directory = base.directory.absolute()
-    command = [python or sys.executable, "-m", "node_agent.base_inspection", str(directory)]
-    environment = dict(os.environ) | ({"PYTHONPATH": str(ROOT)} if python else {})
+    """Returns the manifest of a base model, made by a process of `python` (empty: this one's interpreter). Raises
+    StartError."""
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=INSPECT_SECONDS, check=False)
-    except OSError as error:
-        raise StartError(f"node.vllm.python: {command[0]} can't be run: {error.strerror or error}") from None
-    except subprocess.TimeoutExpired:
-        raise StartError(f"base_model: its modules were not read within {INSPECT_SECONDS:g} s") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else "no reason was given"
-        raise StartError(f"base_model: {command[0]} can't read the modules of {directory}: {reason}")
-    tokenizer = {
-        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
-        for name in TOKENIZER_FILES
-        if (directory / name).is_file()
-    }
-    try:
-        return BaseManifest(
-            version=MANIFEST_VERSION,
-            id=base.id,
-            fingerprint=fingerprint(directory),
-            tokenizer=tokenizer,
-            chat_template="chat_template.jinja" in tokenizer or _has_template(directory / "tokenizer_config.json"),
-            base=msgspec.json.decode(done.stdout, type=InspectedBase),
-        )
-    except (UnsupportedBase, msgspec.DecodeError) as error:
+        return base_manifests.make_manifest(base.directory, base.id, python)
+    except NotMade as error:
+        raise StartError(str(error)) from error
+    except UnsupportedBase as error:
         raise StartError(f"base_model: {error}") from None
 
 
@@ -88,16 +53,20 @@ def ensure_manifest(service: ServiceFile, base: Base, state: Path) -> None:
         raise StartError(f"base_model: {error}") from None
 
 
+def try_manifest(service: ServiceFile, base: Base, state: Path) -> None:
+    """Does what `ensure_manifest` does, but only logs why this host can't make the manifest: a node can, and sends it.
+    Raises StartError."""
+    try:
+        ensure_manifest(service, base, state)
+    except StartError as error:
+        if not isinstance(error.__cause__, NotMade):
+            raise
+        log.warning(f"{error}; a node will send the manifest")
+
+
 def _stored(store: ObjectStore, base_fingerprint: str) -> BaseManifest | None:
     """Returns the stored manifest; None if there is none, or if it is damaged and must be made again."""
     try:
         return base_manifest.find_manifest(store, base_fingerprint)
     except CorruptRecord:
         return None
-
-
-def _has_template(file: Path) -> bool:
-    try:
-        return bool(msgspec.json.decode(file.read_bytes()).get("chat_template"))
-    except (OSError, msgspec.DecodeError, AttributeError):
-        return False

@@ -18,7 +18,7 @@ from adapters.open_store import STORES
 from garnish.config import BUILT, QUANTITIES, built
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds, parse_whole_seconds
-from node_agent.vllm.arguments import COUNTS, RANKS
+from node_agent.vllm.arguments import AUTO, COUNTS, RANKS
 
 FILE = Path(__file__).with_name("serverless.schema.json")
 
@@ -64,12 +64,15 @@ def document() -> Schema:
 
 def _describe_vllm(field: Schema) -> None:
     """Adds the keys that the loader checks. vLLM itself checks the others."""
-    counts = {name: {"type": "integer", "minimum": 1} for name in COUNTS}
+    counts: Schema = {name: {"type": "integer", "minimum": 1} for name in COUNTS}
+    counts["max_loras"] = {"anyOf": [{"const": AUTO}, counts["max_loras"]]}
     field["properties"] = {
         "python": {"type": "string"},
         "any_version": {"type": "boolean"},
         **counts,
         "max_lora_rank": {"enum": list(RANKS)},
+        "gpu_memory_utilization": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "kv_share": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     }
 
 

@@ -6,7 +6,6 @@ import hashlib
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -14,15 +13,13 @@ from adapters.errors import InvalidRequest
 from adapters.s3_url import S3Place, parse_s3_url
 from garnish.config import ServiceFile
 from garnish.credentials import FILE_NAME, read_credentials
-from garnish.errors import ServiceFileError, StartError
+from garnish.errors import ServiceFileError
 from garnish.service_file import NodePool
 from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
 from infra.autoscale.sizes import SetSize, effective_size, read_sizes
-from infra.instances import check_fits, gpus_of, need_of
 from infra.processes import service_directory
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, Stack, sharing_nodes
-from node_agent.config import default_adapter_memory, pass_memory
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
 REMOTE_MODEL = "/var/lib/garnish-data/model"
@@ -137,46 +134,6 @@ def node_file(service: ServiceFile, state: Path) -> str:
     model = f"{REMOTE_MODEL}/{Path(source).name}"
     read = {"service": service.service, "base_model": model, "registry": registry_of(service, state), "node": stated}
     return msgspec.json.encode(read, order="sorted").decode()
-
-
-def base_model_config(service: ServiceFile) -> dict[str, Any]:
-    """Returns the content of the base model's config.json.
-
-    For a Hugging Face id only that file is downloaded. Raises StartError.
-    """
-    file = service.path(service.base_model) / "config.json"
-    try:
-        if not file.is_file():
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(service.base_model, "config.json", etag_timeout=10))
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (ImportError, OSError, ValueError, msgspec.DecodeError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise StartError(
-            f"base_model: the config.json of {service.base_model} is needed to see whether a node fits on a GPU, and "
-            f"can't be read ({reason}); name a directory that has it"
-        ) from None
-
-
-def check_memory(service: ServiceFile) -> None:
-    """Raises InfraError if the GPUs of a pool in AWS are unknown, or too small for a node.
-
-    Raises StartError if the base model's config.json can't be read.
-    """
-    pools = {name: pool for name, pool in service.node_pools.items() if pool.backend == "aws"}
-    if not pools:
-        return
-    node, config = service.node, base_model_config(service)
-    for name, pool in pools.items():
-        field = f"node_pools.{name}"
-        kind = pool.instance_type or ""
-        gpus = gpus_of(kind, f"{field}.instance_type")
-        adapters = node.adapter_memory if node.adapter_memory is not None else default_adapter_memory(gpus.memory)
-        need = need_of(config, dtype=node.dtype, adapter_memory=adapters, kv_memory=node.kv_memory)
-        if node.kv_memory is None:
-            need = msgspec.structs.replace(need, runtime=max(need.runtime, pass_memory(gpus.memory)))
-        check_fits(field, kind, gpus, need)
 
 
 def _registry_bucket(service: ServiceFile) -> RegistryBucket | None:

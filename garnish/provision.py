@@ -14,7 +14,8 @@ from garnish.client import admin_client
 from garnish.config import ServiceFile, load_service_file
 from garnish.drain import drain, gpu_fault, known_nodes, undrain
 from garnish.errors import FrontDoorError, GarnishError
-from garnish.node_pools import check_memory, infra_directory, stack_of
+from garnish.node_pools import infra_directory, stack_of
+from garnish.pool_memory import check_memory
 from garnish.pool_status import Observed, PoolStatus, format_size, is_instance, pool_statuses
 from garnish.settings import POOL_NODE_STOP_SECONDS
 from gateway.routes.nodes import NodeItem
@@ -61,7 +62,7 @@ class Provision:
 
     def plan(self, report: Report) -> SavedPlan:
         with infra_errors_as_cli_errors():
-            check_memory(self.service)
+            check_memory(self.service, self.state)
         with infra_errors_as_cli_errors(), self.workspace.locked():
             report("preparing terraform")
             self.workspace.open(self.stack)
@@ -76,7 +77,7 @@ class Provision:
         `confirm` is called with the plan first; it raises an exception to cancel. Raises FrontDoorError.
         """
         with infra_errors_as_cli_errors():
-            check_memory(self.service)
+            check_memory(self.service, self.state)
         with infra_errors_as_cli_errors(), self.workspace.locked():
             plan = self.workspace.saved(self.made_for)
             confirm(plan)

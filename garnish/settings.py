@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from adapters.open_store import store_kind
+from adapters.peft_config import MAX_RANK
 from garnish.config import ServiceFile
 from garnish.errors import ServiceFileError, StartError
 from gateway.config import MAX_TIMEOUT, ConfigError, GatewayConfig, check_config
@@ -129,7 +130,8 @@ def gateway_config(
         usage_dir=str(state / "usage"),
         host=service.gateway.host if host is None else host,
         port=service.gateway.port if port is None else port,
-        max_lora_rank=int(vllm_config(service).arguments.get("max_lora_rank", DEFAULTS["max_lora_rank"])),
+        max_lora_rank=_max_rank(service),
+        waits_for_base=service.node.engine == "vllm",
         workers=service.gateway.workers,
         redis=service.gateway.redis,
         node_hosts=tuple(service.gateway.node_hosts or ()),
@@ -146,6 +148,12 @@ def gateway_config(
     except ConfigError as error:
         raise ServiceFileError(service.file, None, "", str(error)) from None
     return config
+
+
+def _max_rank(service: ServiceFile) -> int:
+    """Returns the largest rank that this file's nodes take."""
+    arguments = DEFAULTS | vllm_config(service).arguments
+    return int(arguments["max_lora_rank"]) if service.node.engine == "vllm" else MAX_RANK
 
 
 def node_config(
@@ -216,15 +224,21 @@ def vllm_config(service: ServiceFile) -> VllmConfig:
     arguments. Raises ServiceFileError for arguments that are refused."""
     stated = dict(service.node.vllm)
     python, any_version = stated.pop("python", ""), stated.pop("any_version", False)
+    kv_share = stated.pop("kv_share", VllmConfig().kv_share)
     if not isinstance(python, str) or not isinstance(any_version, bool):
         raise ServiceFileError(
             service.file, None, "node.vllm", "python is the path of an interpreter, and any_version is true or false"
+        )
+    if isinstance(kv_share, bool) or not isinstance(kv_share, int | float) or not 0 <= kv_share < 1:
+        raise ServiceFileError(
+            service.file, None, "node.vllm", f"kv_share: {kv_share!r} is no number from 0 to below 1"
         )
     problem = check_arguments(stated)
     if problem:
         raise ServiceFileError(service.file, None, "node.vllm", problem)
     # The interpreter of a virtual environment is a symbolic link, which must not be resolved.
-    return VllmConfig(python and os.path.abspath(service.path(python)), stated, any_version=any_version)
+    path = python and os.path.abspath(service.path(python))
+    return VllmConfig(path, stated, any_version=any_version, kv_share=float(kv_share))
 
 
 def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from adapters.errors import InvalidRequest
+from adapters.peft_config import MAX_RANK
 from adapters.s3_url import parse_s3_url
 from cluster.news import RECORD_EXPIRY
 from cluster.redis_url import url_problem
@@ -52,7 +53,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     `tmp_dir`."""
     host: str = "127.0.0.1"
     port: int = 8080
-    max_lora_rank: int = 512
+    max_lora_rank: int = MAX_RANK
+    """Maximum rank of adapters while no node has reported a limit."""
+    waits_for_base: bool = False
+    """True: if the registry has no manifest of the base model, the gateway waits for a node's before it starts."""
     workers: int = 1
     """Number of worker processes. More than one need `redis` to share state."""
     redis: str | None = None

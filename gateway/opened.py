@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
 from adapters.base_manifest import find_base
 from adapters.base_model import BaseModel
@@ -52,7 +51,7 @@ async def open_outside(config: GatewayConfig, metrics: Metrics) -> AsyncIterator
     Raises the parts' exceptions for a missing file or an invalid setting.
     """
     store = await asyncio.to_thread(open_checked_store, config.registry)
-    base = await asyncio.to_thread(_base, config, store)
+    base = await asyncio.to_thread(find_base, Path(config.model_dir), config.base_id, store)
     secret, pools = read_secret(Path(config.secret_file)), Pools(config, metrics.registry)
     inspectors = pools["deploy_checks"].pool.per_tenant + 1  # so that one tenant can't keep all of them busy
     async with AsyncExitStack() as stack:
@@ -70,12 +69,6 @@ async def open_outside(config: GatewayConfig, metrics: Metrics) -> AsyncIterator
             session=await stack.enter_async_context(_session()),
             shared=await stack.enter_async_context(open_shared(config, secret)),
         )
-
-
-def _base(config: GatewayConfig, store: ObjectStore) -> BaseModel:
-    """Returns the base model, with the limit of adapters' ranks if only vLLM serves it."""
-    base = find_base(Path(config.model_dir), config.base_id, store)
-    return base if base.has_artifacts else msgspec.structs.replace(base, max_rank=config.max_lora_rank)
 
 
 def _session() -> aiohttp.ClientSession:

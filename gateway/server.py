@@ -24,6 +24,7 @@ from cluster.lifeline import die_with_parent
 from cluster.logs import log_handler, set_up_logging
 from cluster.redis_link import RedisAway, check_redis
 from gateway.background import background
+from gateway.base_wait import wait_for_base
 from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http.protocol import GatewayHttp
 from gateway.workers.metrics_memory import MetricsMemory, NoMetricsMemory
@@ -60,7 +61,8 @@ def run(config: GatewayConfig) -> None:
         memory = MetricsMemory() if config.workers > 1 else None
     except NoMetricsMemory as error:
         raise ConfigError(f"workers: {error}") from None
-    _Server(config, memory).run()
+    if wait_for_base(config):
+        _Server(config, memory).run()
 
 
 def _collect_less() -> None:

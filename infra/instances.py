@@ -8,12 +8,10 @@ from typing import Any
 
 import msgspec
 
-from adapters.base_model import PROJECTIONS, head_dim, kv_elements, projection_widths
-from adapters.model_families import FAMILIES, LLAMA
+from adapters.base_sizes import ITEM_BYTES, UnknownSizes, dtype_of, sizes_from_config
 from infra.errors import InfraError
 
 MIB = 1 << 20
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_TOKENS = 8192
 """Tokens of KV memory for all running requests, if the service file has no kv_memory.
 
@@ -21,11 +19,6 @@ If the base model's longest context is shorter, its length is used instead.
 """
 RUNTIME = 1 << 30
 """Device memory in bytes for the driver's context, kernels and activations."""
-NEEDED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-    "max_position_embeddings",
-)  # fmt: skip
-OPTIONAL = ("num_key_value_heads", "head_dim")
 GIB = float(1 << 30)
 
 
@@ -103,46 +96,18 @@ def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_me
     `kv_memory` are in bytes. `kv_memory` None means the memory for MIN_KV_TOKENS tokens, or for the model's longest
     context if that is shorter. Raises InfraError for an unknown dtype, or for a model that is not Llama-like.
     """
-    _check_config(config)
+    try:
+        sizes = sizes_from_config(config)
+    except UnknownSizes as error:
+        raise InfraError(str(error)) from None
     if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        dtype = dtype_of(config)
     item = ITEM_BYTES.get(dtype)
     if item is None:
         raise InfraError(f"base_model: its dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
     if kv_memory is None:
-        kv_memory = min(MIN_KV_TOKENS, int(config["max_position_embeddings"])) * kv_bytes_per_token(config, item)
-    return Need(weights=parameters(config) * item, adapters=adapter_memory, kv=kv_memory)
-
-
-def _check_config(config: Mapping[str, Any]) -> None:
-    fields = {name: config.get(name) for name in NEEDED} | {name: config.get(name) or 1 for name in OPTIONAL}
-    wrong = [name for name, value in fields.items() if not isinstance(value, int) or value <= 0]
-    if wrong:
-        raise InfraError(
-            f"base_model: what a node needs can't be determined from its config.json: expected whole numbers above 0, "
-            f"as a Llama-like model has them, for {', '.join(wrong)}"
-        )
-
-
-def parameters(config: Mapping[str, Any]) -> int:
-    """Returns the base model's number of parameters: projections, norms, embeddings, and a head unless it is tied.
-
-    A model of a family that is not served is treated as Llama.
-    """
-    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-    widths, family = projection_widths(config), FAMILIES.get(str(config.get("model_type")), LLAMA)
-    biased = {*family.biased}.union(*(names for key, names in family.bias_keys.items() if config.get(key)))
-    layer = sum(
-        d_in * d_out + (name in biased) * d_out for name, (d_in, d_out) in zip(PROJECTIONS, widths, strict=True)
-    )
-    layer += len(family.layer_norms) * hidden + len(family.head_norms) * head_dim(config)
-    embedding = int(config["vocab_size"]) * hidden
-    return layers * layer + hidden + embedding * (1 if config.get("tie_word_embeddings") else 2)
-
-
-def kv_bytes_per_token(config: Mapping[str, Any], item: int) -> int:
-    """Returns the bytes of one token's keys and values in all layers; `item` is the bytes of one element."""
-    return kv_elements(int(config["num_hidden_layers"]), projection_widths(config)) * item
+        kv_memory = min(MIN_KV_TOKENS, sizes.context) * sizes.kv * item
+    return Need(weights=sizes.weights(item), adapters=adapter_memory, kv=kv_memory)
 
 
 def check_fits(field: str, instance_type: str, gpus: Gpus, need: Need) -> None:

@@ -49,6 +49,7 @@ def inspect_base(directory: Path) -> InspectedBase:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_context=text.max_position_embeddings,
+        kv_elements=_kv_elements(text),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         output="" if head is None else names[id(head)],
         decoder=names[id(decoder)],
@@ -73,6 +74,18 @@ def _architecture(config: Any, transformers: Any) -> Any:
 def _decoder(model: Any) -> Any:
     """Returns the module that has the language model's layers."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
+def _kv_elements(text: Any) -> int:
+    """Returns the key and value elements of one token, over the layers whose attention sees all tokens."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum(kind == "full_attention" for kind in kinds)
+    compressed = getattr(text, "kv_lora_rank", None)
+    if compressed:  # multi-head latent attention keeps one vector for both
+        return int(layers * (compressed + text.qk_rope_head_dim))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * layers * heads * width)
 
 
 def _module(name: str, module: Any, torch: Any) -> Module:

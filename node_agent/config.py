@@ -58,6 +58,8 @@ class VllmConfig(msgspec.Struct, frozen=True):
     """vLLM's engine arguments, by their own names."""
     any_version: bool = False
     """True: versions of vLLM that were never tried are not refused."""
+    kv_share: float = 0.5
+    """Minimum share, of the device memory that weights leave, for keys and values with `max_loras: auto`."""
     answer_s: float = 60.0
     """Seconds without a sign from vLLM, while an answer is due, after which the engine process ends itself."""
 
@@ -173,6 +175,9 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat: int | None = None
     """Inherited descriptor of the memory for heartbeats (node_agent.heartbeat); None: none are written."""
     engine: EngineConfig
+    gateway_url: str = ""
+    """Gateway that stores the base model's manifest if the registry has none; empty: none."""
+    secret_file: str = ""
 
 
 class ProfileProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.device_memory import DeviceMemory
 from cluster.frames import frame
 from cluster.messages import Adapter, ColdStart, GenerateRequest
 from cluster.news import Resident, StrictRoom
@@ -85,6 +86,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Measured milliseconds by which the number of workers was decided, by name (cluster.news.Facts)."""
     takes_wants: bool = True
     """True if the engine accepts prefetch hints (cluster.news.Facts)."""
+    rank_limit: int = 0
+    """Largest rank of an adapter that the engine takes; 0: any. `device_memory`: as in cluster.news.Facts."""
+    device_memory: DeviceMemory | None = None
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):

@@ -72,7 +72,14 @@ def _run_processes(config: NodeConfig) -> None:
         Child(
             "engine",
             "node_agent.vllm.process" if config.engine.engine == "vllm" else "node_agent.engine_process",
-            EngineProcessConfig(socket=path, parent=parent, heartbeat=heartbeat, engine=config.engine),
+            EngineProcessConfig(
+                socket=path,
+                parent=parent,
+                heartbeat=heartbeat,
+                engine=config.engine,
+                gateway_url=config.gateway_url,
+                secret_file=config.secret_file,
+            ),
             on_end=partial(write_exit, run_dir),
             watch=Watch(heartbeat, LOOK_S),
             inherited=heartbeat,

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from adapters.base_sizes import sizes_from_config
 from benchmarks.gpu.engine import EngineBox, adapter_bytes
 from benchmarks.gpu.parts import Skipped
 from cluster.performance_fit import BadSample, DecodeSample, fit_paper_form
-from infra.instances import parameters
 from node_agent.device import device_seconds
 from node_agent.performance.cases import Case, CaseRow, Effort
 from node_agent.performance.sweep import TARGETS, Bench, bench
@@ -111,7 +111,9 @@ def read_bytes(engine: LocalEngine) -> int:
     config = json.loads((engine.model_dir / "config.json").read_text())
     tied = bool(config.get("tie_word_embeddings"))
     unread = 0 if tied else int(config["vocab_size"]) * int(config["hidden_size"])
-    return (parameters(config) - unread) * engine.engine.runner.dtype.itemsize
+    sizes = sizes_from_config(config)
+    itemsize: int = engine.engine.runner.dtype.itemsize
+    return (sizes.linear + sizes.rest - unread) * itemsize
 
 
 def kv_bytes(engine: LocalEngine, tokens: int) -> int:

@@ -45,7 +45,7 @@ def up(
 
 def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:
     """Run the gateway without nodes; start nodes with `garnish node`."""
-    from garnish.base_manifests import ensure_manifest
+    from garnish.base_manifests import try_manifest
     from garnish.config import load_service_file
     from garnish.settings import gateway_config, resolve_base
     from garnish.up.greeting import show_keys
@@ -59,7 +59,7 @@ def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host 
         check_port(config.host, config.port)
         check_shared(config)
         if service.node.engine == "vllm":
-            ensure_manifest(service, base, directory)
+            try_manifest(service, base, directory)
         show_keys(directory, *make_keys(service, directory, local_url(config.host, config.port)), Screen())
         run(config)
 

@@ -129,7 +129,7 @@ class Router:
         return PlacementRequest(
             id=request.id,
             demand=Demand(
-                rank=max(adapter.ranks, default=0) if adapter else 0,
+                rank=adapter.max_rank if adapter else 0,
                 prompt_tokens=len(request.token_ids) + count,  # the next node computes them as part of the prompt
                 max_tokens=max_tokens,
                 tpot=request.tpot,

@@ -32,7 +32,7 @@ def log_call(request: GenerateRequest, done: Done, received: float) -> None:
         at=round(time.time() - (time.monotonic() - received), 4),
         tenant=request.tenant,
         digest=adapter.digest if adapter else "",
-        rank=max(adapter.ranks, default=0) if adapter else 0,
+        rank=adapter.max_rank if adapter else 0,
         bytes=adapter.bytes if adapter else 0,
         prompt_tokens=done.prompt_tokens,
         output_tokens=done.completion_tokens,

@@ -6,7 +6,7 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -90,6 +90,8 @@ class NodeMemory:
     """Bytes by tier; infinite if the node does not report them."""
     itemsize: int = 0
     takes_wants: bool = True
+    rank_limit: int = 0
+    """Largest rank of an adapter that the node takes; 0: any."""
 
     def taken_by(self, adapter: Adapter) -> float:
         """Returns the adapter's size on the node in bytes."""
@@ -100,6 +102,8 @@ class NodeMemory:
         can."""
         if not self.takes_wants:
             return "prefetch is off on this node"
+        if self.rank_limit and adapter.max_rank > self.rank_limit:
+            return f"its rank {adapter.max_rank} is above {self.rank_limit}, the largest that this node takes"
         size, limit = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
         if size > limit:
             return (
@@ -111,7 +115,7 @@ class NodeMemory:
 def node_memory(node: NodeRecord) -> NodeMemory:
     device = node.adapter_bytes or inf
     host = node.host_bytes or device  # an earlier release does not report it
-    return NodeMemory({"device": device, "host": host}, node.adapter_itemsize, node.takes_wants)
+    return NodeMemory({"device": device, "host": host}, node.adapter_itemsize, node.takes_wants, node.rank_limit)
 
 
 @dataclass
@@ -201,7 +205,10 @@ class Plan:
         if wish.cause == "provisioned":
             self._provision(wish)
             return
-        for row in self._rows(wish):
+        rows = self._rows(wish)
+        if not rows and self._homes.rows and wish.node is None and wish.cause != "forecast":
+            self._leave_out(wish, "", f"no node takes its rank {wish.adapter.max_rank}")
+        for row in rows:
             if not self._records[row].takes_wants and wish.cause == "forecast":
                 continue
             why = self._of(row).take(wish, self._tier(wish, row))
@@ -229,7 +236,7 @@ class Plan:
         """Plans each provisioned copy on a different node. The adapter's first home nodes that have room are used."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
         target = len(copies) + wish.copies
-        for row in self._homes.of(digest, len(self._homes)):
+        for row in self._homes.of(digest, len(self._homes), wish.adapter.max_rank):
             if len(copies) >= target:
                 return
             if row not in copies and self._of(row).keep(wish):
@@ -243,18 +250,16 @@ class Plan:
             entry = LeftOut(node, wish.adapter.digest, wish.tier, wish.cause, why)
             self.left_out.setdefault(wish.key, []).append(entry)
 
-    def _rows(self, wish: PrewarmTarget) -> Iterable[int]:
+    def _rows(self, wish: PrewarmTarget) -> Sequence[int]:
         if wish.node is not None:
             row = self._table.row(wish.node)
             return [row] if row is not None and row in self._records else []
-        digest = wish.adapter.digest
+        digest, rank = wish.adapter.digest, wish.adapter.max_rank
         if wish.cause != "forecast":
-            return self._homes.of(digest, wish.copies)
+            return self._homes.of(digest, wish.copies, rank)
         tiers = self._table.tiers(digest)
-        near = (
-            [row for row in self._homes.of(digest, MAX_NODES_KEPT) if tiers.get(row, ABSENT) <= HOST] if tiers else []
-        )
-        return near or self._homes.of(digest, 1)
+        homes = self._homes.of(digest, MAX_NODES_KEPT, rank)
+        return [row for row in homes if tiers.get(row, ABSENT) <= HOST] or homes[:1]
 
     def _tier(self, wish: PrewarmTarget, row: int) -> Tier:
         if wish.cause != "forecast":

@@ -23,7 +23,7 @@ from gateway.residency.manual_holds import ManualHold
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
 from gateway.residency.plan import node_memory
 from gateway.scheduling.home_nodes import HomeNodes
-from gateway.scheduling.placement import RETRY_AFTER
+from gateway.scheduling.placement import RETRY_AFTER, why_none
 
 MAX_UNDERWAY = 256
 MAX_TENANT_UNDERWAY = 32
@@ -99,13 +99,14 @@ class Warming:
         if not len(homes) and await self._late_nodes.find():
             nodes = await self._cluster.table()
             homes = HomeNodes(nodes, self._base)
-        if not len(homes):
-            raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
-        return [
-            (version, nodes.record(row))
-            for version in order.versions
-            for row in homes.of(version.adapter.digest, order.copies)
-        ]
+        places: list[Place] = []
+        for version in order.versions:
+            rows = homes.of(version.adapter.digest, order.copies, version.adapter.max_rank)
+            if not rows:
+                why = why_none(nodes, self._base, version.adapter.max_rank)
+                raise ServiceError("unavailable", why, retry_after=RETRY_AFTER)
+            places += [(version, nodes.record(row)) for row in rows]
+        return places
 
     async def _bring(self, order: WarmOrder, places: Sequence[Place]) -> WarmReply:
         answers = self._load(order, await self._cluster.table(), places)

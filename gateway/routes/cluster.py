@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from adapters.store import ObjectStore
 from cluster.errors import ServiceError
 from cluster.http_protocol import mark_keyed
-from cluster.messages import PROTOCOL_VERSION, VersionMismatch
+from cluster.messages import BASE_PATH, PROTOCOL_VERSION, VersionMismatch
 from cluster.news import FullReportRequest, NodeReport
 from cluster.node_book import TooManyNodes
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
 from cluster.state import PublishResult
+from gateway.catalog.node_manifests import MANIFEST_LIMIT, take_manifest
+from gateway.config import GatewayConfig
 from gateway.groups import Nodes
 from gateway.http.bodies import read_body
 from gateway.http.routing import Routes
 
 routes = Routes(Nodes)
+RunInThread = Callable[..., Awaitable[Any]]
 
 MAX_RECORD_BYTES = 4 << 20
 RECORD_SECONDS = 5.0
@@ -46,6 +53,25 @@ async def record(request: Request) -> Response:
         raise ServiceError("overloaded", str(error)) from error
     if outcome == "gap":
         return Response(msgspec.msgpack.encode(FullReportRequest()), media_type="application/msgpack")
+    return Response(status_code=204)
+
+
+@routes.public(f"POST {BASE_PATH}")
+async def base(request: Request) -> Response:
+    nodes = routes.group(request)
+    return await receive_manifest(request, nodes.secret, nodes.registry.store, nodes.config, nodes.threads.write)
+
+
+async def receive_manifest(
+    request: Request, secret: str, store: ObjectStore, config: GatewayConfig, run: RunInThread
+) -> Response:
+    """Takes the manifest of the base model from a node, and returns the reply once it is stored. `run` runs a blocking
+    function in a thread. Raises ServiceError, StoreUnavailable."""
+    if not is_authorized(request.headers.get("authorization"), secret):
+        raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
+    mark_keyed(request.scope)
+    body = await read_body(request, MANIFEST_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
+    await run(take_manifest, store, config, body)
     return Response(status_code=204)
 
 

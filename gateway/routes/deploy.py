@@ -17,8 +17,10 @@ from adapters.deployment import AdapterUpload, Deployment
 from adapters.function_changes import check_options
 from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
+from adapters.rank_limit import RankLimit
 from cluster.errors import ServiceError
 from gateway.catalog.adapters import adapter_of
+from gateway.catalog.rank_limit import rank_limit
 from gateway.catalog.source_copy import allowed_place, copied_source
 from gateway.groups import Catalog
 from gateway.http.bodies import media_type, read_message
@@ -98,7 +100,8 @@ async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
 
 async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
     async with receive_upload(request, catalog.config) as upload:
-        adapter = AdapterUpload(upload.config, upload.weights, _alias(upload), _policy(upload))
+        limit = await _rank_limit(catalog)
+        adapter = AdapterUpload(upload.config, upload.weights, _alias(upload), _policy(upload), rank_limit=limit)
         return await _store(catalog, request, tenant, name, adapter, how)
 
 
@@ -108,8 +111,13 @@ async def _from_source(catalog: Catalog, request: Request, tenant: str, name: st
     check_options(body.alias, body.policy)
     with catalog.pools["deploys"].hold_now(tenant):
         async with copied_source(catalog.config, catalog.sources, catalog.source_threads, place) as files:
-            adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source)
+            limit = await _rank_limit(catalog)
+            adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source, limit)
             return await _store(catalog, request, tenant, name, adapter, how)
+
+
+async def _rank_limit(catalog: Catalog) -> RankLimit | None:
+    return await rank_limit(catalog.cluster, catalog.base.fingerprint, catalog.config.max_lora_rank)
 
 
 class _How(NamedTuple):

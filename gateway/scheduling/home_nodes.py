@@ -26,22 +26,24 @@ class HomeNodes:
         self._nodes = nodes
         self._rows = nodes.serving(base).rows
         self.rows = frozenset(self._rows.tolist())
+        self._limits = nodes.rank_limit[self._rows]
         salts = [blake2b((nodes.ids[row] or "").encode(), digest_size=8).digest() for row in self._rows.tolist()]
         self._salts = np.frombuffer(b"".join(salts), np.uint64)
 
     def __len__(self) -> int:
         return int(self._rows.size)
 
-    def of(self, digest: str, copies: int) -> list[int]:
-        """Returns the rows of the adapter's first `copies` home nodes, or of all if there are fewer.
+    def of(self, digest: str, copies: int, rank: int = 0) -> list[int]:
+        """Returns the rows of the adapter's first `copies` home nodes, or of all if there are fewer. Nodes that do not
+        take its rank are left out.
 
         Nodes are ordered by tier (device, host, disk, absent), then by their hash.
         """
         tier_by_row = self._nodes.tiers(digest)
-        rows = self._rows.tolist()
+        rows, takes = self._rows.tolist(), self._limits >= rank
         tiers = np.array([tier_by_row.get(row, ABSENT) for row in rows]) if tier_by_row else np.full(len(rows), ABSENT)
         order = np.lexsort((_mixed(self._salts, int(digest[:16], 16)), tiers))
-        rows_drawn: list[int] = self._rows[order[:copies]].tolist()
+        rows_drawn: list[int] = self._rows[order[takes[order]][:copies]].tolist()
         return rows_drawn
 
 

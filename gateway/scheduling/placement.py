@@ -63,7 +63,7 @@ async def place(
         nodes = await state.table()
         serving = eligible_nodes(nodes, base, request, excluded)
         if not serving.size:
-            raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
+            raise ServiceError("unavailable", why_none(nodes, base, demand.rank), retry_after=RETRY_AFTER)
         free = serving[~nodes.full[serving]]
         if not free.size and demand.displaces:
             free = serving[~nodes.crammed[serving]]
@@ -93,12 +93,23 @@ def eligible_nodes(nodes: NodeTable, base: str, request: PlacementRequest, exclu
     The array must not be modified.
     """
     serving = nodes.serving(base)
-    rows, needed = serving.rows, request.demand.prompt_tokens + request.demand.max_tokens
+    rows, needed = serving.taking(nodes, request.demand.rank), request.demand.prompt_tokens + request.demand.max_tokens
     if needed > serving.shortest:
         rows = rows[nodes.max_context[rows] >= needed]
     if excluded:
         rows = rows[[nodes.ids[row] not in excluded for row in rows.tolist()]]
     return rows
+
+
+def why_none(nodes: NodeTable, base: str, rank: int) -> str:
+    """Returns why no node can serve a request with an adapter of this rank."""
+    serving = nodes.serving(base)
+    if not serving.rows.size or serving.taking(nodes, rank).size:
+        return "no node is ready to serve this model"
+    return (
+        f"no node is ready to serve an adapter of rank {rank}: the nodes that are ready take ranks up to "
+        f"{int(nodes.rank_limit[serving.rows].max())} (node.vllm.max_lora_rank)"
+    )
 
 
 def _forecast(scores: Scores | None, nodes: NodeTable, row: int) -> float | None:

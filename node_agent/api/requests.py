@@ -78,7 +78,7 @@ class InFlight:
         self.id, self.tenant = request.id, request.tenant
         self.prompt_tokens = len(request.token_ids) + len(request.generated)
         """number of prompt tokens to compute before its next token"""
-        self.rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
+        self.rank = request.adapter.max_rank if request.adapter is not None else 0
         self.slo_class = request.slo_class
         self.admitted = False
         self.pictured = False
@@ -331,6 +331,7 @@ class RequestRegistry:
             url=self.url,
             state=self.state,
             base_id=self._config.engine.base_id,
+            engine=self._config.engine.engine,
             running=len(self._in_flight) - queued,
             queued=queued,
             queue_limit=self._config.engine.queue_limit,

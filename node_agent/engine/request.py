@@ -143,7 +143,7 @@ class Request:
     @property
     def rank(self) -> int:
         """Largest rank of the request's adapter; 0 without one."""
-        return max(self.adapter.ranks, default=0) if self.adapter else 0
+        return self.adapter.max_rank if self.adapter else 0
 
     @property
     def generated(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from cluster.device_memory import RANKS as RANKS
 from node_agent.config import EngineConfig
 from node_agent.vllm import worker_extension
 
@@ -18,21 +20,23 @@ REFUSED = {
     "worker_extension_cls": "the node's own one watches vLLM's slots",
     "disable_log_stats": "the node reads vLLM's figures",
     "lora_modules": "adapters come from the registry",
+    "lora_target_modules": "the node names the modules that adapters may change, and a deploy is checked against them",
     "enable_sleep_mode": "a node must always be ready",
     "data_parallel_size": "run one node for each replica",
     "api_server_count": "the node has no HTTP server of vLLM",
 }
 """Arguments that would break a promise of the service, each with the reason."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for `max_lora_rank`."""
+AUTO = "auto"
+"""Value of `max_loras` for as many slots as fit (node_agent.vllm.memory)."""
 COUNTS = ("max_loras", "max_lora_rank", "max_num_seqs", "tensor_parallel_size")
 """Arguments that are whole numbers above 0."""
 VERSIONS = ("0.32", "0.33")
 """Versions of vLLM whose functions the node calls as they are there."""
 DEFAULTS: dict[str, Any] = {
-    "max_loras": 4,
+    "max_loras": AUTO,
     "max_lora_rank": 64,
     "max_num_seqs": 32,
+    "gpu_memory_utilization": 0.9,
     "structured_outputs_config": {"backend": "guidance"},  # what the gateway checks schemas by
 }
 
@@ -43,8 +47,13 @@ def check_arguments(stated: dict[str, Any]) -> str:
         if name in REFUSED:
             return f"{name}: not taken, since {REFUSED[name]}"
     for name in COUNTS:
-        if name in stated and (type(stated[name]) is not int or stated[name] < 1):
-            return f"{name}: {stated[name]!r} is no whole number above 0"
+        value = stated.get(name, 1)
+        if (type(value) is not int or value < 1) and (name, value) != ("max_loras", AUTO):
+            hint = f", or {AUTO}" if name == "max_loras" else ""
+            return f"{name}: {value!r} is no whole number above 0{hint}"
+    share = stated.get("gpu_memory_utilization", 1.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        return f"gpu_memory_utilization: {share!r} is no number above 0, at most 1"
     if stated.get("max_lora_rank", RANKS[0]) not in RANKS:
         return f"max_lora_rank: {stated['max_lora_rank']} is none of {', '.join(map(str, RANKS))}"
     return ""
@@ -60,13 +69,19 @@ def check_version(version: str, any_version: bool) -> None:
     )
 
 
-def engine_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `AsyncEngineArgs`. Raises ValueError for those that are refused."""
+def engine_arguments(config: EngineConfig, slots: int, targets: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the arguments of vLLM's `AsyncEngineArgs`, with the number of slots that was planned. `targets`: last
+    names of the modules that adapters may change; empty: all that vLLM can adapt.
+
+    Raises ValueError for arguments that are refused.
+    """
     stated = config.vllm.arguments
     problem = check_arguments(stated)
     if problem:
         raise ValueError(f"node.vllm.{problem}")
     arguments = DEFAULTS | stated
+    if targets:
+        arguments["lora_target_modules"] = list(targets)
     if config.max_rows:
         arguments["max_num_seqs"] = config.max_rows
     if config.dtype != "auto":
@@ -77,7 +92,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "model": config.model_dir,
         "served_model_name": config.base_id,
         "enable_lora": True,
-        "max_cpu_loras": arguments["max_loras"],
+        "max_loras": slots,
+        "max_cpu_loras": slots,
         "enable_prefix_caching": config.prefix_cache == "auto",
         "worker_extension_cls": worker_extension.NAME,
     }

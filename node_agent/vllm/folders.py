@@ -1,6 +1,6 @@
 """Host tier of a node with vLLM: adapters as PEFT folders in memory-backed files.
 
-The two original files of an adapter are fetched by their hashes, checked, and laid out as they were deployed. vLLM
+The two original files of an adapter are fetched by their hashes, checked, and laid out in a form that vLLM loads. vLLM
 reads an adapter from its folder when it is loaded into a slot.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from adapters.blobs import blob_key
 from adapters.errors import AdapterError, CorruptArtifact, NotFound
+from adapters.peft_folder import make_loadable
 from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
@@ -302,6 +303,8 @@ class FetchJob:
         failure: LoadFailed | None = None
         try:
             state = work() or state
+            if state is FolderState.COMPLETE:
+                make_loadable(self.load.path, self.load.adapter.ranks)
         except (CorruptArtifact, NotFound) as error:
             failure = LoadFailed(str(error), damaged=True)
         except (AdapterError, OSError) as error:

@@ -19,32 +19,32 @@ from cluster.lifeline import die_with_parent
 if __name__ == "__mp_main__":
     die_with_parent(os.getppid())  # this is a process of vLLM, which ends with the process that started it
 
-from adapters.base_manifest import find_base
+from adapters.base_manifest import NoManifest, base_from_manifest, find_base
 from adapters.base_model import BaseModel
+from adapters.base_sizes import ITEM_BYTES
 from adapters.open_store import open_store
+from adapters.store import ObjectStore
+from cluster.secret import read_secret
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
+from node_agent.base_manifests import make_manifest, send_manifest
 from node_agent.collector import end
-from node_agent.config import EngineConfig
+from node_agent.config import EngineProcessConfig
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine_channel import WakeUp
 from node_agent.engine_loop import Loop
 from node_agent.engine_start import StopRequest, log_failed_start, start_process
 from node_agent.ipc import Ready
-from node_agent.vllm.arguments import check_version, engine_arguments
-from node_agent.vllm.driver import AsyncEngine, Driver
+from node_agent.vllm.driver import Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
 from node_agent.vllm.folders import FolderTier
-from node_agent.vllm.self_check import TOLERANCES, check_rows
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
+from node_agent.vllm.start import Start, dtype_of, settings_of
 
 START_S = 900.0
 """Maximum seconds for vLLM to load a base model."""
-CPU_KV_BYTES = 1 << 30
-"""Bytes of the KV cache on a CPU, unless the service file states another size."""
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 log = logging.getLogger("garnish.engine")
 
@@ -61,7 +61,7 @@ class Types:
         self._form = StructuredOutputsParams
 
     def parameters(self, arguments: dict[str, Any], bad_words: Sequence[Sequence[int]]) -> Any:
-        form = arguments["structured_outputs"]
+        form = arguments.get("structured_outputs")  # the check at start states none
         arguments = {**arguments, "structured_outputs": None if form is None else self._form(**form)}
         parameters = self._parameters(**arguments, output_kind=self._delta)
         if bad_words:
@@ -75,34 +75,18 @@ class Types:
         return {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt else {})}
 
 
-def start_vllm(arguments: dict[str, Any], any_version: bool) -> AsyncEngine:
-    """Returns vLLM's engine, whose processes have loaded the base model. Raises ValueError for an unsupported version
-    of vLLM, unless `any_version` is True."""
-    import vllm
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    check_version(vllm.__version__, any_version)
-    if current_platform.is_cpu():  # by itself vLLM would take most of the host's memory
-        arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
-    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    return engine
-
-
-def settings_of(engine: AsyncEngine) -> Any:
-    """Returns vLLM's settings, as it completed them."""
-    return engine.vllm_config  # type: ignore[attr-defined]
-
-
-def dtype_of(settings: Any) -> str:
-    return str(settings.model_config.dtype).removeprefix("torch.")
-
-
-async def check_start(types: Types, engine: AsyncEngine) -> None:
-    """Raises RowsMixed if vLLM does not keep the rows of a batch apart."""
-    settings = settings_of(engine)
-    await check_rows(engine, types, settings.model_config.get_vocab_size(), TOLERANCES[dtype_of(settings)])
+def known_base(process: EngineProcessConfig, registry: ObjectStore) -> BaseModel:
+    """Returns the base model. If the registry has no manifest that is needed, makes one and sends it to the gateway.
+    Raises ValueError or OSError."""
+    config = process.engine
+    try:
+        return find_base(Path(config.model_dir), config.base_id, registry)
+    except NoManifest:
+        if not process.gateway_url:
+            raise
+    manifest = make_manifest(Path(config.model_dir), config.base_id)
+    send_manifest(manifest, process.gateway_url, read_secret(Path(process.secret_file)))
+    return base_from_manifest(manifest, config.base_id)
 
 
 def kill_vllm() -> None:
@@ -111,14 +95,14 @@ def kill_vllm() -> None:
         child.kill()
 
 
-def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
+def build_engine(process: EngineProcessConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
     """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
     settings."""
-    arguments = engine_arguments(config)
+    config = process.engine
     registry = open_store(config.registry)
-    base = find_base(Path(config.model_dir), config.base_id, registry)
-    types = Types()
-    driver = Driver(partial(start_vllm, arguments, config.vllm.any_version), wake.set, partial(check_start, types))
+    base = known_base(process, registry)
+    types, start = Types(), Start(config, base)
+    driver = Driver(start, wake.set, partial(start.check, types))
     settings = settings_of(driver.wait(START_S))
     dtype = dtype_of(settings)
     demand, policy = Demand(), POLICIES[config.eviction]
@@ -126,7 +110,7 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
     limits = SlotLimits(
         count=settings.lora_config.max_loras,
         max_rank=settings.lora_config.max_lora_rank,
-        bytes=slot_bytes(base, settings.lora_config.max_lora_rank, ITEM_BYTES[dtype]),
+        bytes=start.memory.slot,
     )
 
     def add(slot: Slot) -> None:
@@ -167,13 +151,10 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
         largest_adapter=store.largest,
         adapter_itemsize=ITEM_BYTES[dtype],
         takes_wants=engine.limits.prefetch_waste is not None,
+        rank_limit=limits.max_rank,
+        device_memory=start.memory,
     )
     return engine, ready
-
-
-def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
-    """Returns the bytes that vLLM reserves for one slot: both matrices of each module, at the maximum rank."""
-    return sum(sum(module.widths) for module in base.modules.adaptable.values()) * max_rank * itemsize
 
 
 def main() -> int:
@@ -185,7 +166,7 @@ def main() -> int:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
     try:
-        engine, ready = build_engine(config.engine, wake)
+        engine, ready = build_engine(config, wake)
     except Exception as error:  # any error: the node shows it as the reason why it can't start
         log_failed_start(error)
         kill_vllm()

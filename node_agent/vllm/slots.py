@@ -300,8 +300,8 @@ class SlotStore:
 
     def _place(self, adapter: Adapter, spared: Container[str]) -> Slot | NoRoom | Pending | TooLarge | LoadFailed:
         """Gives the adapter a slot and starts its load. Returns the reason when it can't."""
-        if max(adapter.ranks, default=0) > self.limits.max_rank:
-            return LoadFailed(f"its rank {max(adapter.ranks)} is above max_lora_rank {self.limits.max_rank}")
+        if adapter.max_rank > self.limits.max_rank:
+            return LoadFailed(f"its rank {adapter.max_rank} is above max_lora_rank {self.limits.max_rank}")
         folder = self.hosts.load(adapter)
         if folder.failed:
             return Pending() if folder.abandoned or folder.failure is None else folder.failure

@@ -10,6 +10,7 @@ from cluster.lifeline import die_with_parent
 
 NAME = "node_agent.vllm.worker_extension.WorkerExtension"
 START_METHOD, ADAPTERS_METHOD, FILL_METHOD = "garnish_start", "garnish_adapters", "garnish_fill"
+MEMORY_METHOD = "garnish_memory"
 """Names of the methods."""
 MENDED = ("0.32.",)
 """Versions of vLLM whose LoRA functions for a CPU are replaced."""
@@ -27,6 +28,15 @@ class WorkerAdapters(TypedDict):
     """adapters in the worker's host memory, which include those in a slot"""
 
 
+class WorkerMemory(TypedDict):
+    """Bytes that one worker has reserved."""
+
+    weights: int
+    """parameters of the base model; 0 if vLLM keeps them in another form, as on a CPU"""
+    slots: int
+    """all slots for adapters together"""
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its class of workers."""
 
@@ -42,6 +52,16 @@ class WorkerExtension:
         manager = self.model_runner.lora_manager._adapter_manager
         in_slots = [number for number in manager.lora_index_to_id if number is not None]
         return WorkerAdapters(slots=sorted(in_slots), host=sorted(manager.list_adapters()))
+
+    def garnish_memory(self) -> WorkerMemory:
+        """Returns the memory that this worker has reserved for the base model and for adapters."""
+        modules = self.model_runner.lora_manager._adapter_manager.modules.values()
+        stacked = [tensor for module in modules for tensor in (module.lora_a_stacked, module.lora_b_stacked)]
+        parameters = [parameter.nbytes for parameter in self.model_runner.model.parameters()]
+        return WorkerMemory(
+            weights=sum(parameters) if all(parameters) else 0,  # of packed weights an empty parameter is left
+            slots=sum(tensor.nbytes for weights in stacked for tensor in _tensors(weights)),
+        )
 
     def garnish_fill(self, first: int) -> int:
         """Fills all slots with random adapters, whose numbers begin at `first`. Returns the number of slots."""

@@ -32,6 +32,7 @@ from adapters.deployment import AdapterUpload
 from adapters.errors import CorruptArtifact, CorruptRecord, InvalidAdapter
 from adapters.inspector import Inspector
 from adapters.local_store import LocalStore
+from adapters.rank_limit import RankLimit
 from adapters.registry import Registry
 from adapters.store import all_objects
 from adapters.verify import verify
@@ -199,11 +200,18 @@ def test_an_adapter_of_another_family_is_refused(made: dict[str, Foreign], tmp_p
 
 
 @pytest.mark.parametrize("fields", [{"r": 16}, {"rank_pattern": {"down_proj": 16}}])
-def test_ranks_above_the_nodes_limit_are_refused(foreign: Foreign, fields: dict[str, Any]) -> None:
-    limited = msgspec.structs.replace(foreign.base, max_rank=8)
-    (found,) = problems(*foreign.adapter("high", **fields), limited)
-    assert (found.expected, found.found) == ("8", "16")
-    assert "above the largest rank" in found.problem
+def test_ranks_above_the_nodes_limit_are_refused(registry: Registry, foreign: Foreign, fields: dict[str, Any]) -> None:
+    files = foreign.adapter("high", **fields)
+    with pytest.raises(InvalidAdapter) as refused:
+        registry.deploy("acme", "f", AdapterUpload(*files, rank_limit=RankLimit(8)))
+    (problem,) = refused.value.problems
+    assert (problem.tensor, problem.expected, problem.found) == (
+        f"adapter_config.json#{next(iter(fields))}",
+        "8",
+        "16",
+    )
+    assert "above the largest rank" in problem.problem
+    assert registry.deploy("acme", "f", AdapterUpload(*files, rank_limit=RankLimit(16))).created
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:

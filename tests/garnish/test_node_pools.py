@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from adapters.base_manifest import MANIFEST_VERSION, BaseManifest, InspectedBase, store_manifest
+from adapters.local_store import LocalStore
+from adapters.modules import LINEAR, Module
 from garnish.cli.main import app
 from garnish.config import load_service_file
 from garnish.errors import FrontDoorError
 from garnish.node_pools import (
-    check_memory,
     gateway_url_of,
     host_nodes_of,
     infra_directory,
     node_file,
     stack_of,
 )
+from garnish.pool_memory import check_memory
 from garnish.provision import check_credentials
 from infra.errors import InfraError
 from infra.render import render
@@ -157,31 +160,71 @@ def test_what_nodes_in_aws_need(folder: Path, changes: dict[str, Any], problem: 
 
 
 def test_memory_is_checked_with_the_numbers(folder: Path) -> None:
-    check_memory(load_service_file(aws_file(folder)))
+    check_memory(load_service_file(aws_file(folder)), folder)
     small = {"t4": {"backend": "aws", "instance_type": "g4dn.xlarge"}}
     with pytest.raises(Exception, match=r"node_pools\.t4: .* it needs 21\.5 GiB .* a GPU has 15\.0 GiB"):
-        check_memory(load_service_file(aws_file(folder, node_pools=small)))
+        check_memory(load_service_file(aws_file(folder, node_pools=small)), folder)
 
 
 def test_an_unstated_adapter_memory_is_a_tenth_of_each_pools_gpu(folder: Path) -> None:
     pools = {"t4": {"backend": "aws", "instance_type": "g4dn.xlarge"}}
     file = aws_file(folder, node={"device": "cuda"}, node_pools=pools)
     with pytest.raises(Exception, match=r"15\.0 base model, 1\.5 adapter_memory, 1\.0 keys"):
-        check_memory(load_service_file(file))
+        check_memory(load_service_file(file), folder)
 
 
 def test_a_model_that_is_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (folder / "model" / "config.json").unlink()
     with pytest.raises(FrontDoorError, match=r"config\.json of \./model is needed"):
-        check_memory(load_service_file(aws_file(folder)))
+        check_memory(load_service_file(aws_file(folder)), folder)
+
+
+def vllm_file(folder: Path, kind: str, registry: str = "s3://acme-garnish/reg", **arguments: Any) -> Path:
+    node = {"engine": "vllm", "device": "cuda", "vllm": arguments}
+    pools = {"p": {"backend": "aws", "instance_type": kind}}
+    return aws_file(folder, node=node, node_pools=pools, registry=registry)
+
+
+def test_slots_of_vllm_are_checked_with_the_numbers(folder: Path) -> None:
+    check_memory(load_service_file(vllm_file(folder, "g5.xlarge", max_model_len=8192)), folder)
+    with pytest.raises(InfraError) as refused:
+        check_memory(load_service_file(vllm_file(folder, "g5.xlarge", max_model_len=8192, max_loras=32)), folder)
+    text = str(refused.value)
+    assert text.startswith("node_pools.p: A10G of g5.xlarge: the base model and its adapters do not fit on a GPU: 15.0")
+    assert "10.0 adapter slots (32 x 0.31) + 1.0 keys and values + 1.0 runtime = 27.0 GiB of 20.2 GiB" in text
+
+
+def test_a_node_of_several_gpus_needs_an_instance_that_has_them(folder: Path) -> None:
+    with pytest.raises(InfraError, match=r"a node needs 2 GPUs, and g5\.xlarge has 1"):
+        check_memory(load_service_file(vllm_file(folder, "g5.xlarge", tensor_parallel_size=2)), folder)
+    check_memory(load_service_file(vllm_file(folder, "g5.12xlarge", tensor_parallel_size=4)), folder)
+
+
+def test_a_base_that_only_vllm_serves_is_known_by_its_manifest(folder: Path) -> None:
+    """Its config.json alone, without the weights, is on this host."""
+    model = folder / "model"
+    (model / "config.json").write_text(json.dumps({"model_type": "phi3", "torch_dtype": "bfloat16"}))
+    registry = LocalStore(folder / "registry")
+    service = load_service_file(vllm_file(folder, "g5.xlarge", str(folder / "registry")))
+    with pytest.raises(FrontDoorError, match=r"the registry has no manifest of model, .* `garnish base inspect"):
+        check_memory(service, folder)
+    for number, rows in enumerate((1_000, 4_000_000)):
+        modules = (Module("model.x_proj", LINEAR, {"weight": (rows, 4096)}),)
+        inspected = InspectedBase("Phi3ForCausalLM", "phi3", 1, 4096, 100, 4096, 256, True, "lm_head", "model", modules)
+        store_manifest(registry, BaseManifest(MANIFEST_VERSION, "other", f"{number}", {}, False, inspected))
+        store_manifest(registry, BaseManifest(MANIFEST_VERSION, "model", f"{number}x", {}, False, inspected))
+        if rows == 1_000:
+            check_memory(service, folder)
+    with pytest.raises(InfraError, match=r"30\.5 weights"):
+        check_memory(service, folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
 def test_a_model_whose_configuration_is_none(folder: Path, text: str) -> None:
     (folder / "model" / "config.json").write_text(text)
     with pytest.raises((FrontDoorError, InfraError), match=r"base_model: .*config\.json"):
-        check_memory(load_service_file(aws_file(folder)))
+        check_memory(load_service_file(aws_file(folder)), folder)
 
 
 def run(folder: Path, *arguments: str, path: str | None = None) -> Any:

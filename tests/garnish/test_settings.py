@@ -187,10 +187,12 @@ def test_gpus_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest
 def test_settings_of_vllm(tmp_path: Path, base: Base) -> None:
     """A virtual environment's interpreter is a link, which stays one: its target has no packages."""
     (tmp_path / "python").symlink_to("/usr/bin/env")
-    text = "node: {engine: vllm, vllm: {python: ./python, max_loras: 8, quantization: fp8, any_version: true}}\n"
+    stated = "python: ./python, max_loras: 8, quantization: fp8, any_version: true, kv_share: 0.2"
+    text = f"node: {{engine: vllm, vllm: {{{stated}}}}}\n"
     engine = node_config(load(tmp_path, text), base, tmp_path, node_id="n", gateway_url="http://g").engine
     arguments = {"max_loras": 8, "quantization": "fp8"}
-    assert (engine.engine, engine.vllm) == ("vllm", VllmConfig(str(tmp_path / "python"), arguments, any_version=True))
+    expected = VllmConfig(str(tmp_path / "python"), arguments, any_version=True, kv_share=0.2)
+    assert (engine.engine, engine.vllm) == ("vllm", expected)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,9 @@ def test_settings_of_vllm(tmp_path: Path, base: Base) -> None:
     [
         ("enable_lora: false", "enable_lora: not taken, since the node always serves adapters"),
         ("max_lora_rank: 24", "max_lora_rank: 24 is none of 1, 8, 16"),
-        ("max_loras: 0", "max_loras: 0 is no whole number above 0"),
+        ("max_loras: 0", "max_loras: 0 is no whole number above 0, or auto"),
+        ("kv_share: 1", "kv_share: 1 is no number from 0 to below 1"),
+        ("lora_target_modules: [q_proj]", "lora_target_modules: not taken, since the node names the modules"),
         ("python: 3.11", "python is the path of an interpreter"),
         ("any_version: '1'", "any_version is true or false"),
     ],

@@ -33,6 +33,18 @@ def test_homes_stay_when_nodes_come_and_go() -> None:
     assert min(counts) > 25 and max(counts) < 85, "50 each, drawn"
 
 
+def test_nodes_that_do_not_take_the_rank_are_no_homes() -> None:
+    nodes = [msgspec.structs.replace(node(f"n{limit}"), rank_limit=limit) for limit in (0, 8, 64)]
+    table = table_of(*nodes)
+    found = HomeNodes(table, "b")
+    for digest in DIGESTS[:20]:
+        for rank, expected in ((8, 3), (9, 2), (64, 2), (65, 1)):
+            rows = found.of(digest, 9, rank)
+            assert len(rows) == expected
+            assert rows == [row for row in found.of(digest, 9) if row in rows], "in the same order"
+            assert all(int(table.rank_limit[row]) >= rank for row in rows)
+
+
 def test_a_node_that_has_it_comes_first_and_one_that_does_not_serve_never() -> None:
     digest = DIGESTS[0]
     held = {tier: [Resident(digest, tier, 1, 0)] for tier in ("disk", "host", "device")}

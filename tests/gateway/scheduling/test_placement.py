@@ -18,7 +18,7 @@ from cluster.state import MemoryClusterState
 from gateway.scheduling.decision import MAX_CANDIDATES, Candidate
 from gateway.scheduling.placement import ATTEMPTS, Trace, eligible_nodes, place
 from gateway.scheduling.policy import POLICIES, make_policy
-from tests.support.listed_record import ListedRecord, full_news
+from tests.support.listed_record import ListedRecord, full_news, put_record
 
 
 async def state_of(*records: ListedRecord) -> MemoryClusterState:
@@ -66,6 +66,37 @@ def test_only_those_are_able_that_serve_the_model_and_have_the_context(
     for row in table.rows():
         table.expire(row)
     assert eligible_nodes(table, "b", REQUEST, frozenset()).size == 0
+
+
+LIMITS = st.lists(st.sampled_from([0, 8, 16, 64, 512]), max_size=6)
+
+
+@given(LIMITS, st.sampled_from([0, 4, 8, 12, 64, 128]))
+def test_nodes_take_adapters_up_to_the_rank_that_they_state(limits: list[int], rank: int) -> None:
+    nodes = [msgspec.structs.replace(RECORD, id=str(index), rank_limit=limit) for index, limit in enumerate(limits)]
+    request = msgspec.structs.replace(REQUEST, demand=msgspec.structs.replace(REQUEST.demand, rank=rank))
+    found = eligible_nodes(table_of(*nodes), "b", request, frozenset()).tolist()
+    assert found == [index for index, limit in enumerate(limits) if not limit or limit >= rank]
+
+
+def test_a_node_that_changes_its_limit_is_seen_at_once() -> None:
+    limited = msgspec.structs.replace(RECORD, rank_limit=8)
+    request = msgspec.structs.replace(REQUEST, demand=msgspec.structs.replace(REQUEST.demand, rank=16))
+    table = table_of(limited)
+    assert not eligible_nodes(table, "b", request, frozenset()).size
+    put_record(table, msgspec.structs.replace(limited, rank_limit=32))
+    assert eligible_nodes(table, "b", request, frozenset()).size
+
+
+def test_a_call_whose_rank_no_node_takes_says_so() -> None:
+    async def main() -> None:
+        state = await state_of(msgspec.structs.replace(RECORD, rank_limit=8, engine="vllm"))
+        request = msgspec.structs.replace(REQUEST, demand=msgspec.structs.replace(REQUEST.demand, rank=16))
+        with pytest.raises(ServiceError, match=r"of rank 16: the nodes that are ready take ranks up to 8 ") as caught:
+            await place(state, make_policy("rank_aware"), "b", request)
+        assert caught.value.type == "unavailable"
+
+    asyncio.run(main())
 
 
 def test_a_place_in_a_full_queue_is_taken_only_where_all_are_full() -> None:

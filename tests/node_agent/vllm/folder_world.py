@@ -28,7 +28,7 @@ MAX_RANK = 16
 
 def put_adapter(store: ObjectStore, seed: int, size: int = BYTES, rank: int = 8) -> Adapter:
     """Stores an adapter's original files, of random bytes."""
-    config = json.dumps({"r": rank, "seed": seed}).encode()
+    config = json.dumps({"r": rank, "lora_alpha": 8, "target_modules": ["q_proj"], "seed": seed}).encode()
     weights = random.Random(seed).randbytes(size)
     names = [hashlib.sha256(data).hexdigest() for data in (config, weights)]
     for name, data in zip(names, (config, weights), strict=True):

@@ -21,21 +21,22 @@ CONFIG = EngineConfig(model_dir="/models/base", base_id="base", registry="/r", e
 
 
 def arguments(**stated: Any) -> dict[str, Any]:
-    return engine_arguments(replace(CONFIG, vllm=VllmConfig(arguments=stated)))
+    return engine_arguments(replace(CONFIG, vllm=VllmConfig(arguments=stated)), 7)
 
 
 def test_the_node_sets_what_its_promises_need() -> None:
-    found = arguments(quantization="fp8", max_loras=7, max_lora_rank=128)
+    found = arguments(quantization="fp8", max_loras="auto", max_lora_rank=128)
     assert found["model"] == "/models/base" and found["served_model_name"] == "base"
     assert found["quantization"] == "fp8" and found["max_lora_rank"] == 128
     assert found["max_loras"] == found["max_cpu_loras"] == 7, "vLLM must never evict by itself"
     assert found["enable_lora"] and found["enable_prefix_caching"]
     assert found["worker_extension_cls"] == worker_extension.NAME
-    assert "dtype" not in found
+    assert "dtype" not in found and "lora_target_modules" not in found
+    assert engine_arguments(CONFIG, 1, ["q_proj"])["lora_target_modules"] == ["q_proj"]
 
 
 def test_settings_of_the_node_come_before_vllms_defaults() -> None:
-    found = engine_arguments(replace(CONFIG, max_rows=3, dtype="float32", prefix_cache="off", kv_memory=1 << 28))
+    found = engine_arguments(replace(CONFIG, max_rows=3, dtype="float32", prefix_cache="off", kv_memory=1 << 28), 1)
     assert found["kv_cache_memory_bytes"] == 1 << 28
     assert (found["max_num_seqs"], found["dtype"], found["enable_prefix_caching"]) == (3, "float32", False)
 
@@ -52,10 +53,28 @@ def test_a_rank_that_vllm_does_not_take_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_loras", 0), ("max_loras", "many"), ("max_num_seqs", True), ("tensor_parallel_size", 1.5)]
+    ("name", "value", "also"),
+    [
+        ("max_loras", 0, ", or auto"),
+        ("max_loras", "many", ", or auto"),
+        ("max_num_seqs", True, ""),
+        ("max_num_seqs", "auto", ""),
+        ("tensor_parallel_size", 1.5, ""),
+    ],
 )
-def test_counts_are_whole_numbers(name: str, value: object) -> None:
-    assert check_arguments({name: value}) == f"{name}: {value!r} is no whole number above 0"
+def test_counts_are_whole_numbers(name: str, value: object, also: str) -> None:
+    assert check_arguments({name: value}) == f"{name}: {value!r} is no whole number above 0{also}"
+
+
+def test_the_number_of_slots_may_be_left_to_the_node() -> None:
+    assert not check_arguments({"max_loras": "auto"})
+
+
+@pytest.mark.parametrize("value", [0, 1.1, "0.9", True])
+def test_the_share_of_the_device_is_a_number(value: object) -> None:
+    assert check_arguments({"gpu_memory_utilization": value}) == (
+        f"gpu_memory_utilization: {value!r} is no number above 0, at most 1"
+    )
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1.dev2"])
