@@ -80,4 +80,5 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_cpu_loras": arguments["max_loras"],
         "enable_prefix_caching": config.prefix_cache == "auto",
         "worker_extension_cls": worker_extension.NAME,
+        "disable_log_stats": False,
     }

@@ -36,6 +36,7 @@ from node_agent.ipc import Ready
 from node_agent.vllm.arguments import check_version, engine_arguments
 from node_agent.vllm.driver import AsyncEngine, Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
+from node_agent.vllm.figures import Figures, read_text
 from node_agent.vllm.folders import FolderTier
 from node_agent.vllm.self_check import TOLERANCES, check_rows
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
@@ -75,9 +76,9 @@ class Types:
         return {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt else {})}
 
 
-def start_vllm(arguments: dict[str, Any], any_version: bool) -> AsyncEngine:
-    """Returns vLLM's engine, whose processes have loaded the base model. Raises ValueError for an unsupported version
-    of vLLM, unless `any_version` is True."""
+def start_vllm(arguments: dict[str, Any], any_version: bool, figures: Figures) -> AsyncEngine:
+    """Returns vLLM's engine, whose processes have loaded the base model. It records its steps in `figures`. Raises
+    ValueError for an unsupported version of vLLM, unless `any_version` is True."""
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -86,7 +87,7 @@ def start_vllm(arguments: dict[str, Any], any_version: bool) -> AsyncEngine:
     check_version(vllm.__version__, any_version)
     if current_platform.is_cpu():  # by itself vLLM would take most of the host's memory
         arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
-    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[figures.stat_logger])
     return engine
 
 
@@ -117,8 +118,9 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
     arguments = engine_arguments(config)
     registry = open_store(config.registry)
     base = find_base(Path(config.model_dir), config.base_id, registry)
-    types = Types()
-    driver = Driver(partial(start_vllm, arguments, config.vllm.any_version), wake.set, partial(check_start, types))
+    types, figures = Types(), Figures(read_text)
+    start = partial(start_vllm, arguments, config.vllm.any_version, figures)
+    driver = Driver(start, wake.set, partial(check_start, types))
     settings = settings_of(driver.wait(START_S))
     dtype = dtype_of(settings)
     demand, policy = Demand(), POLICIES[config.eviction]
@@ -152,6 +154,7 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
         end_token_ids(Path(config.model_dir)),
         driver,
         types,
+        figures,
         config.vllm.answer_s,
     )
     ready = Ready(
