@@ -7,6 +7,7 @@ from typing import Any
 from node_agent.config import EngineConfig
 from node_agent.vllm import worker_extension
 
+LOG = "vLLM's log goes to the node's (VLLM_LOGGING_LEVEL in its environment sets the level)"
 REFUSED = {
     "kv_cache_memory_bytes": "`node.kv_memory` says it",
     "enable_lora": "the node always serves adapters",
@@ -17,6 +18,9 @@ REFUSED = {
     "enable_prefix_caching": "`node.prefix_cache` says it",
     "worker_extension_cls": "the node's own one watches vLLM's slots",
     "disable_log_stats": "the node reads vLLM's figures",
+    "logging_config": LOG,
+    "log_level": LOG,
+    "log_config_file": LOG,
     "lora_modules": "adapters come from the registry",
     "enable_sleep_mode": "a node must always be ready",
     "data_parallel_size": "run one node for each replica",

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 
 from cluster.lifeline import die_with_parent
+from node_agent.vllm.logs import set_up_environment, take_logs
 
-if __name__ == "__mp_main__":
-    die_with_parent(os.getppid())  # this is a process of vLLM, which ends with the process that started it
+if __name__ == "__mp_main__":  # this is a process of vLLM
+    die_with_parent(os.getppid())  # it ends with the process that started it
+    take_logs(multiprocessing.current_process().name)
 
 from adapters.base_manifest import find_base
 from adapters.base_model import BaseModel
@@ -181,6 +183,8 @@ def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
 
 def main() -> int:
     config = start_process()
+    set_up_environment()
+    take_logs()
     wake = WakeUp()
     stop = StopRequest(wake)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
