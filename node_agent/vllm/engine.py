@@ -157,7 +157,7 @@ class VllmEngine(EngineBase):
         if cold is None or cold.load or lease is None or not self.store.loaded(lease):
             return
         slot = self.store.slot(lease)
-        fetched = request.arrival_tier == "absent"
+        fetched = request.arrival_tier in ("disk", "absent")
         began = max(request.arrived, slot.folder.began if fetched else slot.began)
         cold.load = max(slot.arrived - began, 1e-6)
         cold.fetch = max(0.0, slot.folder.arrived - began) if fetched else 0.0

@@ -26,6 +26,7 @@ from adapters.base_model import BaseModel
 from adapters.open_store import open_store
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.demand import Demand
+from node_agent.adapter_memory.disk_cache import open_cache
 from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.collector import end
 from node_agent.config import EngineConfig
@@ -35,6 +36,7 @@ from node_agent.engine_channel import WakeUp
 from node_agent.engine_loop import Loop
 from node_agent.engine_start import StopRequest, log_failed_start, start_process
 from node_agent.ipc import Ready
+from node_agent.vllm import cached_files
 from node_agent.vllm.arguments import check_version, engine_arguments
 from node_agent.vllm.driver import AsyncEngine, Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
@@ -126,7 +128,8 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
     settings = settings_of(driver.wait(START_S))
     dtype = dtype_of(settings)
     demand, policy = Demand(), POLICIES[config.eviction]
-    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set)
+    cache = open_cache(config.disk_cache, base.fingerprint, cached_files.is_intact)
+    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set, cache)
     limits = SlotLimits(
         count=settings.lora_config.max_loras,
         max_rank=settings.lora_config.max_lora_rank,
