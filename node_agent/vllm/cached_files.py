@@ -1,7 +1,7 @@
 """Adapters' original files in the disk cache of a node that drives vLLM.
 
 A file of the cache has a head, the adapter's config, and its weights. The head names both files by their SHA-256, which
-whoever reads them checks; the head has a hash of its own.
+is checked when they are read. The head itself is checked by a separate hash.
 """
 
 from __future__ import annotations

@@ -54,19 +54,20 @@ def take_logs(process: str = "") -> None:
     (handler,) = logging.getLogger().handlers
     assert handler.formatter is not None  # set by set_up_logging
     handler.setFormatter(_Hiding(handler.formatter, secrets_in(os.environ)))
-    seen = _SeenExceptions(process)
-    handler.addFilter(seen)
+    logged = _LoggedExceptions(process)
+    handler.addFilter(logged)
     level = os.environ.get(LEVEL_SETTING, "INFO").upper()
     logging.getLogger("vllm").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
     logging.getLogger(CALLERS_VALUES).disabled = True
     logging.captureWarnings(True)
-    sys.stdout, sys.stderr = PrintedLines(sys.stdout, seen), PrintedLines(sys.stderr, seen)
+    logging.raiseExceptions = False  # else a line that can't be written, on a full disk, would be logged without end
+    sys.stdout, sys.stderr = PrintedLines(sys.stdout, logged), PrintedLines(sys.stderr, logged)
 
 
 def secrets_in(environment: Mapping[str, str]) -> list[str]:
     """Returns the values of variables whose names say that they are secret, the longest first."""
-    found = {value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= MIN_SECRET}
-    return sorted(found, key=len, reverse=True)
+    secrets = {value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= MIN_SECRET}
+    return sorted(secrets, key=len, reverse=True)
 
 
 class _Hiding(logging.Formatter):
@@ -83,7 +84,7 @@ class _Hiding(logging.Formatter):
         return line
 
 
-class _SeenExceptions(logging.Filter):
+class _LoggedExceptions(logging.Filter):
     """Filter that names vLLM's process in each record, and keeps the last exception that was logged."""
 
     def __init__(self, process: str) -> None:
@@ -100,12 +101,12 @@ class _SeenExceptions(logging.Filter):
 
 
 class PrintedLines(io.TextIOBase):
-    """Text stream that logs each line. A stack trace is one record, and is left out if vLLM has just logged the same
-    exception."""
+    """Text stream that logs each line, without progress bars, which begin with a carriage return. A stack trace is one
+    record, and is left out if vLLM has just logged the same exception."""
 
-    def __init__(self, stream: TextIO, seen: _SeenExceptions) -> None:
+    def __init__(self, stream: TextIO, logged: _LoggedExceptions) -> None:
         """`stream`: the stream whose place it takes, which is not written to."""
-        self._stream, self._seen = stream, seen
+        self._stream, self._logged = stream, logged
         self._text = ""
         self._lock = threading.RLock()
 
@@ -114,9 +115,9 @@ class PrintedLines(io.TextIOBase):
             self._text += text
             while not ENDING.match(self._text) and "\n" in self._text:
                 line, _, self._text = self._text.partition("\n")
-                if line.strip():
-                    named = LEVEL.match(line)
-                    _log.log(LEVELS[named[1]] if named else logging.INFO, line)
+                if line.strip() and not line.startswith("\r"):
+                    level = LEVEL.match(line)
+                    _log.log(LEVELS[level[1]] if level else logging.INFO, line)
             if len(self._text) > MAX_TRACE:
                 self.flush()
         return len(text)
@@ -127,7 +128,7 @@ class PrintedLines(io.TextIOBase):
             if not ENDING.match(self._text):
                 return
             trace, self._text = self._text, ""
-            if not self._seen.last or not trace.rstrip().endswith(self._seen.last):
+            if not self._logged.last or not trace.rstrip().endswith(self._logged.last):
                 _log.error("an exception was not caught", extra={"exception": trace.rstrip()})
 
     def writable(self) -> bool:

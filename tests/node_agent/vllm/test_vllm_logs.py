@@ -80,6 +80,7 @@ def test_what_is_printed_becomes_records() -> None:
 import warnings
 print("half ", end="")
 print("a line\\n\\nanother", flush=True)
+print("\\rLoading: 0 %")
 print("W1129 12:00:00.1 77 torch/a.py:5] slow", file=sys.stderr)
 warnings.warn("old", DeprecationWarning)
 sys.stderr.fileno()
@@ -130,6 +131,25 @@ logging.getLogger("vllm.logging_utils.dump_input").error("Dumping scheduler outp
     text = json.dumps(lines)
     assert len(lines) == 3 and text.count("***") >= 3
     assert not any(secret in text for secret in ("hf_abcdefgh1234", "pass-word-1", "the prompt"))
+
+
+def test_a_disk_that_takes_no_line_ends_nothing(tmp_path: Path) -> None:
+    code = (
+        START.format(process="EngineCore")
+        + """
+for _ in range(100):
+    logging.getLogger("vllm").error("lost")
+    print("lost, too", flush=True)
+    print("Traceback (most recent call last):\\nKeyError: 1", file=sys.stderr, flush=True)
+print("done", file=open("done", "w"))
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Path("/dev/full").open("w") as full:
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, stderr=full, cwd=tmp_path, env=environment, timeout=120
+        )
+    assert (tmp_path / "done").read_text() == "done\n"
 
 
 def test_which_variables_are_secret() -> None:
