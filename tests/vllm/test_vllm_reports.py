@@ -22,6 +22,7 @@ from tests.vllm.vllm_process import SETTINGS, VllmProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 PROMPT = [5, 17, 301, 44]
+STORED = 4
 FROM_CPP = re.compile(r"\[Gloo\]|\[W\d{3,4}")
 """Lines that C++ libraries write to the descriptors of vLLM's processes."""
 
@@ -30,21 +31,21 @@ FROM_CPP = re.compile(r"\[Gloo\]|\[W\d{3,4}")
 def reporting(
     python: Path, base: Path, adapter_dirs: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmProcess]:
-    """A process that logs all, has a secret in its environment, and room for one adapter in host memory."""
+    """A process that logs all, has a secret in its environment, and in host memory no room for another adapter beside
+    the largest."""
     folder = tmp_path_factory.mktemp("node")
-    largest = max(sum(file.stat().st_size for file in directory.iterdir()) for directory in adapter_dirs)
-    cache = DiskCacheConfig(str(folder / "cache"), 1 << 30)
+    largest = max(sum(file.stat().st_size for file in directory.iterdir()) for directory in adapter_dirs[:STORED])
+    fields = {"host_memory": largest, "disk_cache": DiskCacheConfig(str(folder / "cache"), 1 << 30), "eviction": "lru"}
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(SETTINGS, "VLLM_LOGGING_LEVEL", "INFO")
         patched.setenv("NODES_API_KEY", str(base))  # vLLM logs the model's path
-        made = VllmProcess(python, base, folder / "registry", folder, host_memory=largest, disk_cache=cache)
-        with made as running:
+        with VllmProcess(python, base, folder / "registry", folder, **fields) as running:
             yield running
 
 
 @pytest.fixture(scope="module")
 def stored(reporting: VllmProcess, adapter_dirs: list[Path]) -> list[Adapter]:
-    return [reporting.deploy(directory) for directory in adapter_dirs[:4]]
+    return [reporting.deploy(directory) for directory in adapter_dirs[:STORED]]
 
 
 def load_of(vllm: VllmProcess) -> VllmLoad:
@@ -86,15 +87,17 @@ def test_vllms_own_metrics_count_what_it_computed(reporting: VllmProcess) -> Non
 
 
 def test_adapters_that_left_host_memory_come_from_the_disk(reporting: VllmProcess, stored: list[Adapter]) -> None:
-    """Each has the same text as before: four adapters take turns in two slots and in room for one."""
+    """Each has the same text as before. They take turns in two slots."""
     outcomes = [reporting.finish(reporting.submit(PROMPT, 6, adapter)) for adapter in stored * 2]
     first, second = outcomes[: len(stored)], outcomes[len(stored) :]
-    assert [outcome.admitted for outcome in second] == ["disk"] * len(stored)
+    tiers = {outcome.admitted for outcome in second}
+    assert "disk" in tiers and tiers <= {"disk", "host"}
     assert [outcome.tokens for outcome in first] == [outcome.tokens for outcome in second]
     assert len({tuple(outcome.tokens) for outcome in first}) > 1, "the adapters differ"
     for outcome in second:
         assert outcome.finished is not None
-        assert 0 < outcome.finished.cold_start.fetch <= outcome.finished.cold_start.load
+        cold = outcome.finished.cold_start
+        assert bool(cold.fetch) == (outcome.admitted == "disk") and cold.fetch <= cold.load
     reporting.wait(lambda: reporting.stats is not None and not reporting.stats.running)
     assert reporting.stats is not None
     assert {resident.digest for resident in reporting.stats.residents} == {adapter.digest for adapter in stored}
