@@ -47,14 +47,14 @@ def set_up_environment() -> None:
     os.environ.pop(LOG_FILE_SETTING, None)
 
 
-def take_logs(process: str = "") -> None:
-    """Sends all logs of this process, and what it prints, to standard error in the node's format. `process`: name of a
-    process of vLLM; empty: this is the engine process."""
-    set_up_logging("engine")
+def take_logs(vllm: str = "", process: str = "engine") -> None:
+    """Sends all logs of this process, and what it prints, to standard error in the node's format. `vllm`: name of this
+    process in vLLM; empty: vLLM has not started it. `process`: name of the node's process that it belongs to."""
+    set_up_logging(process)
     (handler,) = logging.getLogger().handlers
     assert handler.formatter is not None  # set by set_up_logging
     handler.setFormatter(_Hiding(handler.formatter, secrets_in(os.environ)))
-    logged = _LoggedExceptions(process)
+    logged = _LoggedExceptions(vllm)
     handler.addFilter(logged)
     level = os.environ.get(LEVEL_SETTING, "INFO").upper()
     logging.getLogger("vllm").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
@@ -87,14 +87,14 @@ class _Hiding(logging.Formatter):
 class _LoggedExceptions(logging.Filter):
     """Filter that names vLLM's process in each record, and keeps the last exception that was logged."""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, vllm: str) -> None:
         super().__init__()
-        self._process = process
+        self._vllm = vllm
         self.last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if self._process:
-            record.vllm = self._process
+        if self._vllm:
+            record.vllm = self._vllm
         if record.exc_info and record.exc_info[1] is not None:
             self.last = "".join(traceback.format_exception_only(record.exc_info[1])).strip()
         return True

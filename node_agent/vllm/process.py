@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 
-from cluster.lifeline import die_with_parent
 from node_agent.vllm.logs import set_up_environment, take_logs
+from node_agent.vllm.spawned import begin_spawned
 
-if __name__ == "__mp_main__":  # this is a process of vLLM
-    die_with_parent(os.getppid())  # it ends with the process that started it
-    take_logs(multiprocessing.current_process().name)
+if __name__ == "__mp_main__":
+    begin_spawned()
 
 from adapters.base_manifest import find_base
 from adapters.base_model import BaseModel

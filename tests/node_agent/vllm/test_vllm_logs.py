@@ -18,8 +18,8 @@ START = "import logging, sys\nfrom node_agent.vllm.logs import take_logs\ntake_l
 MAIN = """
 import multiprocessing, os, sys
 if __name__ == "__mp_main__":
-    from node_agent.vllm.logs import take_logs
-    take_logs(multiprocessing.current_process().name)
+    from node_agent.vllm.spawned import begin_spawned
+    begin_spawned()
 
 def fail(logged):
     import logging
