@@ -57,10 +57,24 @@ class Figures:
         """Does nothing: the node logs the start."""
 
 
+def prometheus_logger() -> type[Any]:
+    """Returns vLLM's stat logger for Prometheus, whose gauge of the adapters in use has only the last step's value.
+
+    vLLM's own keeps one for each set of adapters that ever ran together, without end.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class LastStep(PrometheusStatLogger):  # type: ignore[misc] # mypy does not see vLLM
+        def record(self, scheduler_stats: SchedulerStats | None, *rest: Any, **keywords: Any) -> None:
+            if scheduler_stats is not None and self.gauge_lora_info is not None:
+                self.gauge_lora_info.clear()
+            super().record(scheduler_stats, *rest, **keywords)
+
+    return LastStep
+
+
 def read_text() -> bytes:
     """Returns vLLM's metrics as its HTTP server would."""
-    from prometheus_client import generate_latest
-    from vllm.v1.metrics.prometheus import get_prometheus_registry
+    from prometheus_client import REGISTRY, generate_latest
 
-    text: bytes = generate_latest(get_prometheus_registry())
-    return text
+    return generate_latest(REGISTRY)

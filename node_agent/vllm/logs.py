@@ -22,8 +22,9 @@ ENVIRONMENT = {"VLLM_CONFIGURE_LOGGING": "0", "TQDM_DISABLE": "1"}
 """Settings by which vLLM leaves logging to us, and libraries print no progress bars."""
 NO_NOTES = ("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 """Setting by which Python's own process that cleans up after killed ones prints nothing."""
-LOG_FILE_SETTING = "VLLM_LOGGING_CONFIG_PATH"
-"""Setting that vLLM refuses where it leaves logging to us."""
+UNSET = ("VLLM_LOGGING_CONFIG_PATH", "PROMETHEUS_MULTIPROC_DIR")
+"""Settings that a node does without: vLLM refuses the first where it leaves logging to us; the second shares metrics
+between processes, and vLLM's are all in one."""
 LEVEL_SETTING = "VLLM_LOGGING_LEVEL"
 CALLERS_VALUES = "vllm.logging_utils.dump_input"
 """Logger of vLLM that writes what callers sent, after a step that failed."""
@@ -44,7 +45,8 @@ def set_up_environment() -> None:
     """Sets the environment of this process, and so of vLLM's. Call it before vLLM is imported."""
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault(*NO_NOTES)
-    os.environ.pop(LOG_FILE_SETTING, None)
+    for name in UNSET:
+        os.environ.pop(name, None)
 
 
 def take_logs(vllm: str = "", process: str = "engine") -> None:

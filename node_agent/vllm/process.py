@@ -39,7 +39,7 @@ from node_agent.vllm import cached_files
 from node_agent.vllm.arguments import check_version, engine_arguments
 from node_agent.vllm.driver import AsyncEngine, Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
-from node_agent.vllm.figures import Figures, read_text
+from node_agent.vllm.figures import Figures, prometheus_logger, read_text
 from node_agent.vllm.folders import FolderTier
 from node_agent.vllm.self_check import TOLERANCES, check_rows
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
@@ -90,7 +90,8 @@ def start_vllm(arguments: dict[str, Any], any_version: bool, figures: Figures) -
     check_version(vllm.__version__, any_version)
     if current_platform.is_cpu():  # by itself vLLM would take most of the host's memory
         arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
-    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[figures.stat_logger])
+    loggers = [figures.stat_logger, prometheus_logger()]
+    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
     return engine
 
 

@@ -53,14 +53,18 @@ def load_of(vllm: VllmProcess) -> VllmLoad:
     return vllm.stats.vllm
 
 
-def metrics(vllm: VllmProcess, question: str) -> dict[str, float]:
-    """Returns vLLM's own metrics, by name; of several values their sum."""
+def metrics_text(vllm: VllmProcess, question: str) -> str:
     vllm.send(ReadMetrics(question))
     vllm.wait(lambda: question in vllm.answers)
     answer = vllm.answers[question]
     assert not answer.error, answer
+    return answer.metrics
+
+
+def metrics(vllm: VllmProcess, question: str) -> dict[str, float]:
+    """Returns vLLM's own metrics, by name; of several values their sum."""
     found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(answer.metrics):
+    for family in text_string_to_metric_families(metrics_text(vllm, question)):
         for sample in family.samples:
             found[sample.name] += sample.value
     return dict(found)
@@ -102,6 +106,8 @@ def test_adapters_that_left_host_memory_come_from_the_disk(reporting: VllmProces
     assert reporting.stats is not None
     assert {resident.digest for resident in reporting.stats.residents} == {adapter.digest for adapter in stored}
     assert "disk" in {resident.tier for resident in reporting.stats.residents}
+    text = metrics_text(reporting, "adapters")
+    assert text.count("vllm:lora_requests_info{") == 1, "of the last step, not of each set that ever ran"
 
 
 def logged(vllm: VllmProcess) -> list[dict[str, Any]]:
