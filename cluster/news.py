@@ -60,6 +60,19 @@ class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
     """Tightest TPOT (seconds) promised to strict requests alone. Best-effort requests pause as often as it requires."""
 
 
+class VllmLoad(msgspec.Struct, frozen=True, array_like=True):
+    """vLLM's own figures, on a node that drives vLLM."""
+
+    running: int = 0
+    """Number of requests in vLLM's batch."""
+    waiting: int = 0
+    """Number of requests that vLLM has and does not compute: preempted ones, and those that it has just got."""
+    kv_usage: float = 0.0
+    """Share of vLLM's KV blocks in use, 0 to 1."""
+    preemptions: int = 0
+    """Number of times since the engine's start that vLLM preempted a request because its KV blocks ran out."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Part of a report that changes all the time. It holds sums and maxima only, so its size (some 200 bytes) does not
     depend on the load. New fields come last."""
@@ -112,6 +125,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Load of the node's GPU. None: the node has no GPU, or can't read its load."""
     best_effort: int = 0
     """Number of best-effort requests among `running` and `queued`."""
+    vllm: VllmLoad | None = None
+    """vLLM's own figures. None: the node's engine is another one, or is not ready."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -50,6 +50,7 @@ def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> N
         ("strict.", heartbeat.strict),
         ("received.", heartbeat.received),
         ("gpu_load.", heartbeat.gpu_load),
+        ("vllm.", heartbeat.vllm),
         ("", facts),
         ("gpu.", gpu),
         ("device_memory.", memory),

@@ -116,7 +116,7 @@ class Loop:
                 self._hints = command
                 self.engine.prefetcher.want(command.residency)
             else:
-                self.engine.orders.take(command)
+                self.engine.answer(command)
 
     def _report(self, channel: Channel) -> bool:
         """Sends new events, and a snapshot when one is due. Returns whether there were new events."""

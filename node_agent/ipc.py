@@ -12,7 +12,7 @@ import msgspec
 from cluster.device_memory import DeviceMemory
 from cluster.frames import frame
 from cluster.messages import Adapter, ColdStart, GenerateRequest
-from cluster.news import Resident, StrictRoom
+from cluster.news import Resident, StrictRoom, VllmLoad
 from cluster.performance_model import PerformanceModel
 from cluster.residency import AdapterStates, HeldTier, WantedResidency
 
@@ -31,7 +31,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class ListAdapters(msgspec.Struct, frozen=True, tag="list_adapters"):
-    """Question for the states of all adapters. An Answer with the same `id` follows, as for the next two messages."""
+    """Question for the states of all adapters. An Answer with the same `id` follows, as for the next three
+    messages."""
 
     id: str
 
@@ -53,6 +54,12 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
     digest: str
 
 
+class ReadMetrics(msgspec.Struct, frozen=True, tag="read_metrics"):
+    """Question for the metrics of the library that computes the tokens."""
+
+    id: str
+
+
 class PrefetchHints(msgspec.Struct, frozen=True, tag="want"):
     """Adapters to prefetch while no other load is pending. The hints are valid until the connection ends. There is no
     answer to them."""
@@ -60,7 +67,8 @@ class PrefetchHints(msgspec.Struct, frozen=True, tag="want"):
     residency: WantedResidency
 
 
-Question = ListAdapters | Prefetch | Evict
+AdapterQuestion = ListAdapters | Prefetch | Evict
+Question = AdapterQuestion | ReadMetrics
 Command = Submit | Cancel | PrefetchHints | Question
 
 
@@ -179,6 +187,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     (cluster.news.Heartbeat)."""
     prefetch_late_bytes: int = 0
     prefetch_wasted_bytes: int = 0
+    vllm: VllmLoad | None = None
+    """vLLM's own figures (cluster.news.Heartbeat)."""
 
     def running_ranks(self) -> list[tuple[int | None, int]]:
         """Returns (adapter slot, rank) of each running request; the slot is None for the base model."""
@@ -193,6 +203,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
     found: AdapterStates | None = None
     tier: HeldTier | None = None
     """Highest tier that now has the adapter."""
+    metrics: str = ""
+    """Prometheus text."""
     error_type: str = ""
     error: str = ""
 

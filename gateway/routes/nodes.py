@@ -221,8 +221,10 @@ def _item(nodes: Nodes, node: NodeView) -> NodeItem:
     record = node.record
     strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
     load = _gpu_load(record.gpu_load) if record.gpu_load is not None else None
+    vllm = msgspec.structs.asdict(record.vllm) if record.vllm is not None else None
     residents = [msgspec.structs.asdict(resident) for resident in node.residents.values()]
-    fields = {**msgspec.to_builtins(record), "strict": strict, "gpu_load": load, "residents": residents}
+    reported = msgspec.to_builtins(record)
+    fields = {**reported, "strict": strict, "gpu_load": load, "vllm": vllm, "residents": residents}
     fields.pop("received", None)
     return NodeItem(
         record=fields,

@@ -21,6 +21,7 @@ from gateway.workers.attainment import PROMISES, WINDOWS_S, Kept, Promise
 from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
 from gateway.workers.metrics_memory import MetricsMemory
 from gateway.workers.shared_values import SummedMetrics
+from gateway.workers.vllm_metrics import vllm_metrics
 
 MAX_LABELS = 200
 """Maximum distinct values of one label, such as the tenant or the function. Later values are replaced by `other`."""
@@ -169,7 +170,7 @@ class Metrics:
         if self._memory is not None:
             counted = CollectorRegistry()
             counted.register(SummedMetrics(self._memory))
-        of_nodes = [*_of_nodes(views, stale or 0.0), *_residency(views), *gpu_metrics(views)]
+        of_nodes = [*_of_nodes(views, stale or 0.0), *_residency(views), *gpu_metrics(views), *vllm_metrics(views)]
         gauges.register(_Gauges([*of_nodes, self._of_promises(attained or {})]))
         return generate_latest(counted) + generate_latest(gauges)
 

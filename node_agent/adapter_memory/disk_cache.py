@@ -1,9 +1,10 @@
-"""Disk cache of artifacts: written while they stream in from the store, and reused after a restart.
+"""Disk cache of adapters: written while they stream in from the store, and reused after a restart.
 
-A file is an exact copy of an artifact, named by its digest and base. It is written under a temporary name and renamed
-once all layers are verified. It is not synced: a file damaged by a crash fails its hashes when it is read, and the
-adapter is then read from the store. At start each file's header is checked against its hash; layers are checked
-whenever they are read. Failures of the cache are counted, and loads continue without it.
+A file has what an engine reads of one adapter, and is named by its digest and base. What is in a file is the engine's
+choice: a head, and pieces after it (`cached_artifact` for our own engine, node_agent.vllm.cached_files for vLLM). It is
+written under a temporary name and renamed once all pieces are verified. It is not synced: a file damaged by a crash
+fails its hashes when it is read, and the adapter is then read from the store. At start each file's head is checked;
+pieces are checked whenever they are read. Failures of the cache are counted, and loads continue without it.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.artifact import ArtifactHeader, encode_header, read_header
-from adapters.base_model import BaseModel
 from adapters.errors import AdapterError
+from cluster.residency import HeldTier
 from node_agent.config import DiskCacheConfig
 
 NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}", re.ASCII)
 """Pattern of a cached file's name: the adapter's digest and the base model's fingerprint."""
 TEMPORARY = ".part"
+MAX_LISTED = 1024
+"""Maximum number of adapters that are listed for operators although they are on disk alone. The memory tiers are small
+enough to list all."""
+MAX_REPORTED = 256
+"""Maximum number of adapters in a node's report that are on disk alone."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CachedFile:
-    """Artifact on the disk, read like an ObjectStore. The file may vanish at any time."""
+    """Adapter on the disk, read like an ObjectStore. The file may vanish at any time."""
 
     cache: DiskCache
     digest: str
@@ -52,34 +57,37 @@ class CachedFile:
         finally:
             os.close(fd)
 
-    def header(self) -> ArtifactHeader:
-        """Reads the artifact's header. Raises CorruptArtifact or OSError."""
-        return read_header(self, "")
-
     def drop(self, reason: str) -> None:
         self.cache.drop(self.digest, reason)
 
 
+Check = Callable[[CachedFile, int], bool]
+"""Function of a file and its size that returns whether its head is intact and says the file's name and size. May raise
+AdapterError and OSError."""
+
+
 class CacheWriter:
-    """Writes one artifact to the disk. Threads write its layers in any order; the last one renames the file into
+    """Writes one adapter to the disk. Threads write its pieces in any order; the last one renames the file into
     place."""
 
-    def __init__(self, cache: DiskCache, header: ArtifactHeader, size: int) -> None:
-        self.cache, self.digest, self.size = cache, header.digest, size
-        self.path = cache.path_of(header.digest)
+    def __init__(self, cache: DiskCache, digest: str, head: bytes, size: int, pieces: int) -> None:
+        """`size`: bytes of the file, the head included."""
+        self.cache, self.digest, self.size = cache, digest, size
+        self.path = cache.path_of(digest)
         self.temporary = self.path.with_suffix(f".{os.getpid()}-{id(self):x}{TEMPORARY}")
-        self._missing = sum(1 for block in header.layers if block.size)
+        self._missing = pieces
         self._lock = threading.Lock()
         self._fd = -1
-        self._open(encode_header(header))
+        self._open(head)
 
-    def write(self, offset: int, block: memoryview) -> None:
-        """Writes a verified layer. Never raises: if the disk is full, the adapter is not cached."""
+    def write(self, offset: int, piece: bytes | memoryview) -> None:
+        """Writes a piece. The last one may be written only once all are verified. Never raises: if the disk is full,
+        the adapter is not cached."""
         with self._lock:
             if self._fd < 0:
                 return
             try:
-                _write_all(self._fd, block, offset)
+                _write_all(self._fd, memoryview(piece), offset)
                 self._missing -= 1
                 if not self._missing:
                     os.close(self._fd)
@@ -95,13 +103,13 @@ class CacheWriter:
             if self._fd >= 0:
                 self._give_up(None)
 
-    def _open(self, header: bytes) -> None:
+    def _open(self, head: bytes) -> None:
         try:
             self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(
                 self._fd, 0, self.size
             )  # reserve the space first, so that a full disk is noticed at once
-            _write_all(self._fd, memoryview(header), 0)
+            _write_all(self._fd, memoryview(head), 0)
         except OSError as error:
             self._give_up(error)
 
@@ -115,11 +123,12 @@ class CacheWriter:
 
 
 class DiskCache:
-    """Artifacts on the disk, at most `bytes` including files being written. Evicts the least recently used first."""
+    """Adapters on the disk, at most `bytes` including files being written. Evicts the least recently used first."""
 
-    def __init__(self, config: DiskCacheConfig, base: BaseModel) -> None:
-        """Indexes the files of earlier runs. Raises OSError when the directory is unusable or another node uses it."""
-        self.directory, self.limit, self.base = Path(config.path), config.bytes, base
+    def __init__(self, config: DiskCacheConfig, base: str, check: Check) -> None:
+        """Indexes the files of earlier runs that `check` finds intact. `base`: fingerprint of the node's base model.
+        Raises OSError when the directory is unusable or another node uses it."""
+        self.directory, self.limit, self.base, self._check = Path(config.path), config.bytes, base, check
         self.failures = 0
         """Number of failed writes, most likely because of a full disk."""
         self.damaged = 0
@@ -158,15 +167,14 @@ class DiskCache:
     def contents(self) -> Sequence[tuple[str, int]]:
         """Returns (digest, bytes) of the cached adapters of this node's base model, most recently used first."""
         with self._lock:
-            here = [(name[:64], size) for name, size in self._sizes.items() if name.endswith(self.base.fingerprint)]
+            here = [(name[:64], size) for name, size in self._sizes.items() if name.endswith(self.base)]
         return here[::-1]
 
-    def writer(self, header: ArtifactHeader) -> CacheWriter | None:
-        """Returns a writer for an artifact that is being fetched, and evicts files to make room. Returns None if the
-        artifact is already cached, larger than the cache or empty, or if other writers use the room."""
-        size = max((block.offset + block.size for block in header.layers), default=0)
-        name = self._name(header.digest)
-        if not NAME.fullmatch(name) or size > self.limit or not any(block.size for block in header.layers):
+    def writer(self, digest: str, head: bytes, size: int, pieces: int) -> CacheWriter | None:
+        """Returns a writer for an adapter that is being fetched, and evicts files to make room. Returns None if the
+        adapter is already cached, larger than the cache or without pieces, or if other writers use the room."""
+        name = self._name(digest)
+        if not NAME.fullmatch(name) or size > self.limit or not pieces:
             return None
         with self._lock:
             victims = None if name in self._sizes else self._make_room(size)
@@ -174,7 +182,7 @@ class DiskCache:
                 return None
             self._writing += size
         self._remove(victims)
-        return CacheWriter(self, header, size)
+        return CacheWriter(self, digest, head, size, pieces)
 
     def drop(self, digest: str, reason: str) -> None:
         """Removes a file that is damaged or unreadable, and counts it as damaged."""
@@ -214,7 +222,7 @@ class DiskCache:
     # --- inside
 
     def _name(self, digest: str) -> str:
-        return f"{digest}-{self.base.fingerprint}"
+        return f"{digest}-{self.base}"
 
     def _make_room(self, size: int) -> list[str] | None:
         """Returns the names of files to delete for `size` more bytes, already removed from the index. Returns None when
@@ -232,7 +240,7 @@ class DiskCache:
                 (self.directory / name).unlink(missing_ok=True)
 
     def _find(self) -> None:
-        """Indexes the complete files of earlier runs whose headers are valid, and deletes all others."""
+        """Indexes the complete files of earlier runs whose heads are intact, and deletes all others."""
         files: list[tuple[float, str, int]] = []
         for path in self.directory.iterdir():
             if path.name.endswith(TEMPORARY):
@@ -252,20 +260,28 @@ class DiskCache:
 
     def _is_sound(self, name: str, size: int) -> bool:
         try:
-            header = CachedFile(self, name[:64], self.directory / name).header()
+            return self._check(CachedFile(self, name[:64], self.directory / name), size)
         except (AdapterError, OSError):
             return False
-        end = max((block.offset + block.size for block in header.layers), default=0)
-        return f"{header.digest}-{header.base}" == name and end == size
 
 
-def open_cache(config: DiskCacheConfig | None, base: BaseModel) -> DiskCache | None:
+def tier_below(cache: DiskCache | None, digest: str) -> HeldTier:
+    """Returns the tier from which an adapter comes that is not in host memory."""
+    return "disk" if cache is not None and cache.has(digest) else "absent"
+
+
+def on_disk_alone(cache: DiskCache | None, above: Container[str]) -> list[tuple[str, int]]:
+    """Returns (digest, bytes) of the cached adapters that are not in `above`, most recently used first."""
+    return [] if cache is None else [(digest, size) for digest, size in cache.contents() if digest not in above]
+
+
+def open_cache(config: DiskCacheConfig | None, base: str, check: Check) -> DiskCache | None:
     """Returns the disk cache. Returns None without a config or when the directory is unusable; the node then serves
     without a cache."""
     if config is None or not config.bytes:
         return None
     try:
-        return DiskCache(config, base)
+        return DiskCache(config, base, check)
     except OSError as error:
         log.warning(
             "the disk cache is off: its directory can't be used", extra={"path": config.path, "reason": error.strerror}

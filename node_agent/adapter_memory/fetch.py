@@ -20,6 +20,7 @@ from adapters.artifact import check_layer
 from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
 from adapters.store import ObjectStore
+from node_agent.adapter_memory.cached_artifact import artifact_writer
 from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.adapter_memory.link import Flow, Link, Transfer
@@ -216,7 +217,7 @@ class Fetch:
     def _open_writer(self) -> CacheWriter | None:
         with self._writer_lock:
             if self.cache is not None:
-                self._writer, self.cache = self.cache.writer(self.header), None  # requested only once
+                self._writer, self.cache = artifact_writer(self.cache, self.header), None  # requested only once
             return self._writer
 
     def _place(self, positions: np.ndarray, block: memoryview, offset: int, width: int) -> None:

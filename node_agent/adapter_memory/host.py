@@ -15,6 +15,7 @@ from itertools import chain
 
 from cluster.messages import Adapter
 from cluster.residency import HeldTier
+from node_agent.adapter_memory.disk_cache import tier_below
 from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.load_rates import LoadRates
@@ -247,7 +248,7 @@ class HostTier:
 
     def _below(self, digest: str) -> HeldTier:
         """Returns the tier to read an adapter from that is not in host memory."""
-        return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
+        return tier_below(self.loader.cache, digest)
 
     def _book_header(self, host: HostAdapter) -> bool:
         """Processes the result of reading a header. Returns False while it is still being read."""

@@ -13,6 +13,7 @@ from adapters.artifact import ArtifactHeader, read_header
 from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact
 from adapters.store import ObjectStore
+from node_agent.adapter_memory.cached_artifact import cached_header
 from node_agent.adapter_memory.device_copy import DeviceCopy
 from node_agent.adapter_memory.disk_cache import DiskCache
 from node_agent.adapter_memory.fetch import DAMAGE, UNWANTED, Fetch
@@ -193,7 +194,7 @@ class Loader:
             host.origin = "absent"
             return None
         try:
-            header = file.header()
+            header = cached_header(file)
         except (CorruptArtifact, OSError) as error:
             file.drop(str(error))
             host.origin = "absent"

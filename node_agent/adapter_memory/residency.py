@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
-from node_agent.adapter_memory.disk_cache import DiskCache
+from node_agent.adapter_memory.disk_cache import MAX_LISTED, DiskCache, on_disk_alone, tier_below
 from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
 from node_agent.leases import InUse, LayerState
@@ -18,9 +18,6 @@ STATE_NAMES: dict[int, LayerName] = {
     LayerState.DEVICE: "device",
     LayerState.FAILED: "failed",
 }
-MAX_ON_DISK = 1024
-"""Maximum number of adapters that are listed although they are on disk alone. The memory tiers are small enough to list
-all."""
 
 
 class Tiers(Protocol):
@@ -43,9 +40,8 @@ def adapter_states(store: Tiers) -> AdapterStates:
     in_memory = [_on_device(store, entry) for entry in store.device.values()]
     in_memory += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
     digests = {state.digest for state in in_memory}
-    cached = store.cache.contents() if store.cache is not None else ()
-    on_disk = [AdapterState(digest, "disk", size) for digest, size in cached if digest not in digests]
-    return AdapterStates(in_memory + on_disk[:MAX_ON_DISK], max(0, len(on_disk) - MAX_ON_DISK))
+    on_disk = [AdapterState(digest, "disk", size) for digest, size in on_disk_alone(store.cache, digests)]
+    return AdapterStates(in_memory + on_disk[:MAX_LISTED], max(0, len(on_disk) - MAX_LISTED))
 
 
 def tier_of(store: Tiers, digest: str) -> HeldTier:
@@ -55,7 +51,7 @@ def tier_of(store: Tiers, digest: str) -> HeldTier:
     host = store.hosts.get(digest)
     if host is not None and host.complete:
         return "host"
-    return "disk" if store.cache is not None and store.cache.has(digest) else "absent"
+    return tier_below(store.cache, digest)
 
 
 def evict(store: Tiers, digest: str) -> bool:

@@ -16,10 +16,11 @@ from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from cluster.news import Resident
 from cluster.residency import AdapterStates, HeldTier
+from node_agent.adapter_memory.cached_artifact import open_artifact_cache
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.device_loads import DeviceLoads
 from node_agent.adapter_memory.device_room import DeviceRoom
-from node_agent.adapter_memory.disk_cache import open_cache
+from node_agent.adapter_memory.disk_cache import MAX_REPORTED, on_disk_alone
 from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.host_map import HostMap, SharedTable, export
@@ -39,9 +40,6 @@ from node_agent.config import EngineConfig
 from node_agent.device_event import Event
 from node_agent.leases import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 from node_agent.states import DeviceState, HostState
-
-MAX_ON_DISK = 256
-"""Maximum number of adapters that a report lists although they are on disk alone."""
 
 
 class AdapterStore(LeasedAdapters):
@@ -66,7 +64,7 @@ class AdapterStore(LeasedAdapters):
         self.table = AdapterTable(config.adapter_slots, rows, base.num_layers, device)
         links = Link(config.store_link, "store"), Link(config.load_link, "device")
         self.simulated_link = config.load_link
-        self.cache = open_cache(config.disk_cache, base)
+        self.cache = open_artifact_cache(config.disk_cache, base)
         self.loader = Loader(store, base, self.host_memory.pool, self.pool, *links, on_change, self.cache)
         self.demand, policy = Demand(), POLICIES[config.eviction]
         pool, table = self.host_memory.pool, self.host_table.table
@@ -275,13 +273,12 @@ class AdapterStore(LeasedAdapters):
     # --- reports
 
     def residents(self) -> list[Resident]:
-        """Returns the adapters by their highest tier, with MAX_ON_DISK at most on disk alone."""
+        """Returns the adapters by their highest tier, with MAX_REPORTED at most on disk alone."""
         on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
         on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
         above = {resident.digest for resident in on_device + on_host}
-        cached = self.cache.contents() if self.cache is not None else ()
-        on_disk = [Resident(digest, "disk", size, 0) for digest, size in cached if digest not in above]
-        return on_device + on_host + on_disk[:MAX_ON_DISK]
+        on_disk = [Resident(digest, "disk", size, 0) for digest, size in on_disk_alone(self.cache, above)]
+        return on_device + on_host + on_disk[:MAX_REPORTED]
 
     @property
     def free_bytes(self) -> int:

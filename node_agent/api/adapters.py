@@ -33,19 +33,19 @@ Order = TypeVar("Order", PrefetchOrder, EvictOrder, WantedResidency)
 
 def adapter_routes(registry: RequestRegistry) -> list[Route]:
     async def adapters(_request: Request) -> Response:
-        return _packed((await _ask(registry, ListAdapters(_id()))).found)
+        return _packed((await ask(registry, ListAdapters(new_id()))).found)
 
     async def prefetch(request: Request) -> Response:
         order = await _order(request, PrefetchOrder)
         digest = _checked(order.adapter.digest)
-        answer = await registry.ask(Prefetch(_id(), order.adapter, order.tenant), ANSWER_SECONDS)
+        answer = await registry.ask(Prefetch(new_id(), order.adapter, order.tenant), ANSWER_SECONDS)
         if answer is None:
             return _packed(Moved(digest, None), status=202)
         return _packed(Moved(digest, answer.tier))
 
     async def evict(request: Request) -> Response:
         digest = _checked((await _order(request, EvictOrder)).digest)
-        return _packed(Moved(digest, (await _ask(registry, Evict(_id(), digest))).tier))
+        return _packed(Moved(digest, (await ask(registry, Evict(new_id(), digest))).tier))
 
     async def set_wanted(request: Request) -> Response:
         registry.want(_check_wanted(await _order(request, WantedResidency, WANTED_BYTES)))
@@ -59,7 +59,8 @@ def adapter_routes(registry: RequestRegistry) -> list[Route]:
     ]
 
 
-async def _ask(registry: RequestRegistry, question: Question) -> Answer:
+async def ask(registry: RequestRegistry, question: Question) -> Answer:
+    """Returns the engine's answer. Raises ServiceError, also when it takes longer than ANSWER_SECONDS."""
     answer = await registry.ask(question, ANSWER_SECONDS)
     if answer is None:
         raise ServiceError("timeout", f"the engine did not answer within {ANSWER_SECONDS:g} s")
@@ -101,7 +102,7 @@ def _check_wanted(residency: WantedResidency) -> WantedResidency:
     return residency
 
 
-def _id() -> str:
+def new_id() -> str:
     """Returns a random question id, so that answers to an earlier API process's questions do not match."""
     return secrets.token_hex(8)
 

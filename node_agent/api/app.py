@@ -31,6 +31,7 @@ from node_agent.api.adapters import adapter_routes
 from node_agent.api.detokenize import TokenText
 from node_agent.api.engine_link import EngineLink
 from node_agent.api.generate import Generate
+from node_agent.api.metrics import metrics_routes
 from node_agent.api.publisher import Publisher
 from node_agent.api.request import read_limits
 from node_agent.api.requests import RequestRegistry
@@ -99,6 +100,7 @@ def create_app(
         Route("/undrain", undrain, methods=["POST"]),
         Route("/generate", generate, methods=["POST"]),
         *adapter_routes(registry),
+        *metrics_routes(registry),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={ServiceError: _answer_error})
     return RequireSecret(app, secret)

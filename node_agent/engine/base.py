@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from cluster.messages import GenerateRequest
+from cluster.news import VllmLoad
 from node_agent.device_event import Event
 from node_agent.engine.adapter_tiers import AdapterTiers
 from node_agent.engine.events import end_of, expired, finished
 from node_agent.engine.grammars import Grammars
 from node_agent.engine.intake import problem_of, request_of
+from node_agent.engine.library_metrics import metrics_answer
 from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
 from node_agent.engine.prefetcher import Prefetcher
@@ -21,7 +23,7 @@ from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import Scheduler
 from node_agent.idle_work import IdleWork
-from node_agent.ipc import Admitted, EngineEvent, Generated, Ready, Top
+from node_agent.ipc import Admitted, EngineEvent, Generated, Question, ReadMetrics, Ready, Top
 from node_agent.leases import LoadFailed
 from node_agent.performance.drift import Drift
 from node_agent.states import RequestState
@@ -79,6 +81,16 @@ class EngineBase(ABC):
         """Returns the message with what has changed since the start."""
         return ready
 
+    @property
+    def vllm_load(self) -> VllmLoad | None:
+        """Returns vLLM's own figures; None if the engine does not drive vLLM."""
+        return None
+
+    def library_metrics(self) -> bytes | None:
+        """Returns the metrics of the library that computes the tokens, as Prometheus text; None if there is no such
+        library."""
+        return None
+
     def heal(self) -> list[str]:
         """Checks and repairs adapter memory while the engine is idle. Returns what was damaged."""
         return []
@@ -114,6 +126,13 @@ class EngineBase(ABC):
     def cancel_all(self) -> None:
         for request in [*self.queue, *self.running.values()]:
             self._finish(request, "cancelled")
+
+    def answer(self, question: Question) -> None:
+        """Takes a question. `take_events` returns its answer, which for a prefetch may take long."""
+        if isinstance(question, ReadMetrics):
+            self._events.append(metrics_answer(question.id, self.library_metrics))
+        else:
+            self.orders.take(question)
 
     def prepare(self) -> None:
         """Runs the fast part of an iteration: records arrivals, ends expired requests, and admits others. Its events

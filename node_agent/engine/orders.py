@@ -10,7 +10,7 @@ from node_agent.adapter_memory.priority import Priority
 from node_agent.engine.adapter_tiers import AdapterTiers
 from node_agent.engine.prefetch_load import PrefetchLoad
 from node_agent.engine.prefetcher import Prefetcher
-from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
+from node_agent.ipc import AdapterQuestion, Answer, Evict, ListAdapters, Prefetch
 from node_agent.leases import InUse, LoadFailed, TooLarge
 
 MAX_PREFETCHES = 16
@@ -39,7 +39,7 @@ class Orders:
         self._underway: list[_Underway] = []
         self._answers: list[Answer] = []
 
-    def take(self, question: Question) -> None:
+    def take(self, question: AdapterQuestion) -> None:
         match question:
             case ListAdapters(id=id):
                 self._answers.append(Answer(id, found=self._tiers.states()))

@@ -41,6 +41,7 @@ def stats_of(engine: EngineBase) -> Stats:
         prefetch_useful_bytes=engine.prefetcher.record.useful_bytes,
         prefetch_late_bytes=engine.prefetcher.record.late_bytes,
         prefetch_wasted_bytes=engine.prefetcher.record.wasted_bytes,
+        vllm=engine.vllm_load,
     )
 
 

@@ -9,6 +9,7 @@ from cluster.device_memory import RANKS as RANKS
 from node_agent.config import EngineConfig
 from node_agent.vllm import worker_extension
 
+LOG = "vLLM's log goes to the node's (VLLM_LOGGING_LEVEL in its environment sets the level)"
 REFUSED = {
     "kv_cache_memory_bytes": "`node.kv_memory` says it",
     "enable_lora": "the node always serves adapters",
@@ -19,6 +20,9 @@ REFUSED = {
     "enable_prefix_caching": "`node.prefix_cache` says it",
     "worker_extension_cls": "the node's own one watches vLLM's slots",
     "disable_log_stats": "the node reads vLLM's figures",
+    "logging_config": LOG,
+    "log_level": LOG,
+    "log_config_file": LOG,
     "lora_modules": "adapters come from the registry",
     "lora_target_modules": "the node names the modules that adapters may change, and a deploy is checked against them",
     "enable_sleep_mode": "a node must always be ready",
@@ -96,4 +100,5 @@ def engine_arguments(config: EngineConfig, slots: int, targets: Sequence[str] = 
         "max_cpu_loras": slots,
         "enable_prefix_caching": config.prefix_cache == "auto",
         "worker_extension_cls": worker_extension.NAME,
+        "disable_log_stats": False,
     }

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from cluster.news import VllmLoad
 from node_agent.device_event import Event
 from node_agent.engine.base import EngineBase
 from node_agent.engine.events import SCORES_PER_EVENT
@@ -29,6 +30,7 @@ from node_agent.vllm.driver import (
     RequestFailed,
     WorkerReports,
 )
+from node_agent.vllm.figures import Figures
 from node_agent.vllm.sampling import top_of, vllm_parameters
 from node_agent.vllm.slots import SlotStore
 from node_agent.vllm.watch import Watch
@@ -67,11 +69,12 @@ class VllmEngine(EngineBase):
         eos_ids: frozenset[int],
         driver: Driver,
         types: VllmTypes,
+        figures: Figures,
         answer_s: float,
     ) -> None:
         """`answer_s`: seconds without a sign from vLLM after which it counts as dead."""
         super().__init__(limits, store, Prefixes(blocks, enabled=False), eos_ids, Pulse(compiles=False))
-        self._driver, self._types = driver, types
+        self._driver, self._types, self._figures = driver, types, figures
         self._watch = Watch(driver, store, answer_s)
         self._vllm_ids: dict[str, str] = {}
         """id in vLLM, by id of the request. Each submission of a request has another one."""
@@ -83,6 +86,13 @@ class VllmEngine(EngineBase):
         """Ends vLLM's processes, and frees the adapters' folders."""
         self._driver.close()
         self.store.close()
+
+    @property
+    def vllm_load(self) -> VllmLoad:
+        return self._figures.load
+
+    def library_metrics(self) -> bytes:
+        return self._figures.read_text()
 
     def prepare(self) -> None:
         super().prepare()
@@ -147,7 +157,7 @@ class VllmEngine(EngineBase):
         if cold is None or cold.load or lease is None or not self.store.loaded(lease):
             return
         slot = self.store.slot(lease)
-        fetched = request.arrival_tier == "absent"
+        fetched = request.arrival_tier in ("disk", "absent")
         began = max(request.arrived, slot.folder.began if fetched else slot.began)
         cold.load = max(slot.arrived - began, 1e-6)
         cold.fetch = max(0.0, slot.folder.arrived - began) if fetched else 0.0

@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from cluster.lifeline import die_with_parent
+from node_agent.vllm.logs import set_up_environment, take_logs
+from node_agent.vllm.spawned import begin_spawned
 
 if __name__ == "__mp_main__":
-    die_with_parent(os.getppid())  # this is a process of vLLM, which ends with the process that started it
+    begin_spawned()
 
 from adapters.base_manifest import NoManifest, base_from_manifest, find_base
 from adapters.base_model import BaseModel
@@ -27,6 +28,7 @@ from adapters.store import ObjectStore
 from cluster.secret import read_secret
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.demand import Demand
+from node_agent.adapter_memory.disk_cache import open_cache
 from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.base_manifests import make_manifest, send_manifest
 from node_agent.collector import end
@@ -37,8 +39,10 @@ from node_agent.engine_channel import WakeUp
 from node_agent.engine_loop import Loop
 from node_agent.engine_start import StopRequest, log_failed_start, start_process
 from node_agent.ipc import Ready
+from node_agent.vllm import cached_files
 from node_agent.vllm.driver import Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
+from node_agent.vllm.figures import Figures, prometheus_logger, read_text
 from node_agent.vllm.folders import FolderTier
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
 from node_agent.vllm.start import Start, dtype_of, settings_of
@@ -101,12 +105,14 @@ def build_engine(process: EngineProcessConfig, wake: WakeUp) -> tuple[VllmEngine
     config = process.engine
     registry = open_store(config.registry)
     base = known_base(process, registry)
-    types, start = Types(), Start(config, base)
+    types, figures = Types(), Figures(read_text)
+    start = Start(config, base, [figures.stat_logger, prometheus_logger()])
     driver = Driver(start, wake.set, partial(start.check, types))
     settings = settings_of(driver.wait(START_S))
     dtype = dtype_of(settings)
     demand, policy = Demand(), POLICIES[config.eviction]
-    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set)
+    cache = open_cache(config.disk_cache, base.fingerprint, cached_files.is_intact)
+    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set, cache)
     limits = SlotLimits(
         count=settings.lora_config.max_loras,
         max_rank=settings.lora_config.max_lora_rank,
@@ -136,6 +142,7 @@ def build_engine(process: EngineProcessConfig, wake: WakeUp) -> tuple[VllmEngine
         end_token_ids(Path(config.model_dir)),
         driver,
         types,
+        figures,
         config.vllm.answer_s,
     )
     ready = Ready(
@@ -159,6 +166,8 @@ def build_engine(process: EngineProcessConfig, wake: WakeUp) -> tuple[VllmEngine
 
 def main() -> int:
     config = start_process()
+    set_up_environment()
+    take_logs()
     wake = WakeUp()
     stop = StopRequest(wake)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -15,11 +15,13 @@ from cluster.messages import Adapter
 from cluster.news import Resident
 from cluster.residency import AdapterState, AdapterStates, HeldTier
 from node_agent.adapter_memory.demand import Demand
+from node_agent.adapter_memory.disk_cache import MAX_LISTED, MAX_REPORTED, on_disk_alone, tier_below
 from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
 from node_agent.adapter_memory.priority import Priority
 from node_agent.device_event import Event
 from node_agent.leases import InUse, Lease, LoadFailed, NoRoom, Pending, TooLarge
-from node_agent.vllm.folders import Folder, FolderTier
+from node_agent.vllm.folder import Folder
+from node_agent.vllm.folders import FolderTier
 
 
 @dataclass(eq=False)
@@ -108,10 +110,8 @@ class SlotStore:
         self.hosts.announce(adapter.digest, priority, spared, tenant)
         if self.ready(adapter.digest):
             return "none"
-        staged = self.hosts.get(adapter.digest)
-        tier = "host" if staged is not None and staged.complete else "absent"
-        self.hosts.load(adapter)
-        return tier
+        folder = self.hosts.load(adapter)
+        return "host" if folder.complete else folder.origin
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
         self.hosts.retract(digest, priority)
@@ -221,7 +221,7 @@ class SlotStore:
         in_host = [
             AdapterState(
                 digest=folder.digest,
-                tier="host" if folder.complete else "absent",
+                tier="host" if folder.complete else folder.origin,
                 bytes=folder.size,
                 waiting=self.hosts.waiting(folder.digest),
                 ranks=list(folder.adapter.ranks),
@@ -229,13 +229,16 @@ class SlotStore:
             )
             for folder in folders
         ]
-        return AdapterStates(on_device + in_host, 0)
+        in_memory = on_device + in_host
+        cached = on_disk_alone(self.hosts.cache, {state.digest for state in in_memory})
+        on_disk = [AdapterState(digest, "disk", size) for digest, size in cached]
+        return AdapterStates(in_memory + on_disk[:MAX_LISTED], max(0, len(on_disk) - MAX_LISTED))
 
     def tier(self, digest: str) -> HeldTier:
         if self.ready(digest):
             return "device"
         folder = self.hosts.get(digest)
-        return "host" if folder is not None and folder.complete else "absent"
+        return "host" if folder is not None and folder.complete else tier_below(self.hosts.cache, digest)
 
     def evict(self, digest: str) -> bool:
         slot, folder = self.device.get(digest), self.hosts.get(digest)
@@ -248,7 +251,8 @@ class SlotStore:
         if slot is not None:
             self._evict(slot)
         self.hosts.drop(digest)
-        return slot is not None or folder is not None
+        on_disk = self.hosts.cache is not None and self.hosts.cache.remove(digest)
+        return slot is not None or folder is not None or on_disk
 
     # --- once per iteration, and for reports
 
@@ -278,7 +282,9 @@ class SlotStore:
     def residents(self) -> list[Resident]:
         on_device = [Resident(d, "device", self.limits.bytes, s.leases) for d, s in self.device.items() if s.ready]
         folders = [f for f in self.hosts.all() if f.complete and not self.ready(f.digest)]
-        return on_device + [Resident(f.digest, "host", f.size, 0) for f in folders]
+        in_memory = on_device + [Resident(f.digest, "host", f.size, 0) for f in folders]
+        cached = on_disk_alone(self.hosts.cache, {resident.digest for resident in in_memory})
+        return in_memory + [Resident(digest, "disk", size, 0) for digest, size in cached[:MAX_REPORTED]]
 
     @property
     def largest(self) -> int:

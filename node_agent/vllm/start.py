@@ -27,8 +27,9 @@ log = logging.getLogger("garnish.engine")
 class Start:
     """Starts vLLM's engine for a node's settings. Called once, in the thread that has vLLM's event loop."""
 
-    def __init__(self, config: EngineConfig, base: BaseModel) -> None:
-        self._config, self._base = config, base
+    def __init__(self, config: EngineConfig, base: BaseModel, stat_loggers: Sequence[Any] = ()) -> None:
+        """`stat_loggers`: vLLM's loggers of statistics; prometheus_logger() needs vLLM's modules."""
+        self._config, self._base, self._stat_loggers = config, base, stat_loggers
         self.memory: DeviceMemory
         """plan of each device's memory, then with the sizes that vLLM's workers measured"""
 
@@ -47,7 +48,9 @@ class Start:
         if on_cpu:  # by itself vLLM would take most of the host's memory
             arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
         log.info("device memory is planned", extra={"plan": str(self.memory)})
-        engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        engine: AsyncEngine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), stat_loggers=list(self._stat_loggers)
+        )
         return engine
 
     async def check(self, types: VllmTypes, engine: AsyncEngine) -> None:

@@ -33,6 +33,7 @@ from cluster.news import (
     NodeReport,
     Resident,
     StrictRoom,
+    VllmLoad,
     full_report,
     record_from,
 )
@@ -121,6 +122,7 @@ def test_news_are_small_however_much_a_node_does() -> None:
         adapter_bytes_free=most, forecast_ratio=1.0123, measuring=0.123, received=received, prefetches=2,
         prefetch_useful_bytes=most, prefetch_late_bytes=most, prefetch_wasted_bytes=most,
         gpu_load=GpuLoad(1 << 40, 100, 1200, 120, 0x7FF), best_effort=10_000,
+        vllm=VllmLoad(10_000, 10_000, 0.1234, 1 << 32),
     )  # fmt: skip
     assert len(msgspec.msgpack.encode(NodeReport(heartbeat, None, Changes(most, most)))) <= 400
 

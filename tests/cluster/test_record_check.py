@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, news
 
-from cluster.news import Changes, NodeReport, StrictRoom
+from cluster.news import Changes, NodeReport, StrictRoom, VllmLoad
 from cluster.received import Received
 from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_news
 
@@ -46,6 +46,7 @@ def test_what_is_right_is_believed() -> None:
         ({"queue_limit": 1 << 60}, "queue_limit"),
         ({"request_ranks": -8}, "request_ranks"),
         ({"strict": StrictRoom(rows=-1)}, "strict.rows"),
+        ({"vllm": VllmLoad(waiting=-1)}, "vllm.waiting"),
         ({"strict": StrictRoom(tightest_tpot=math.nan)}, "strict.tightest_tpot"),
         ({"tightest_tpot": math.nan}, "tightest_tpot"),
         ({"tightest_tpot": 0.0}, "tightest_tpot"),

@@ -12,7 +12,8 @@ import pytest
 from adapters.artifact import read_header
 from cluster.messages import Adapter
 from cluster.news import Resident
-from node_agent.adapter_memory.disk_cache import DiskCache, open_cache
+from node_agent.adapter_memory.cached_artifact import open_artifact_cache
+from node_agent.adapter_memory.disk_cache import DiskCache
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import DiskCacheConfig
 from tests.node_agent.adapter_world import Turnstile, World, assert_contents, lease, measured, until
@@ -179,12 +180,12 @@ def test_a_load_that_fails_leaves_no_file(world: World, open_store: Callable[...
 
 def test_a_directory_has_one_owner(world: World, tmp_path: Path) -> None:
     config = DiskCacheConfig(str(tmp_path / "cache"), 1 << 20)
-    first = open_cache(config, world.base)
+    first = open_artifact_cache(config, world.base)
     assert isinstance(first, DiskCache)
-    assert open_cache(config, world.base) is None, "a node serves without"
+    assert open_artifact_cache(config, world.base) is None, "a node serves without"
     first.close()
-    second = open_cache(config, world.base)
+    second = open_artifact_cache(config, world.base)
     assert second is not None
     second.close()
     (tmp_path / "file").write_text("")
-    assert open_cache(DiskCacheConfig(str(tmp_path / "file"), 1 << 20), world.base) is None
+    assert open_artifact_cache(DiskCacheConfig(str(tmp_path / "file"), 1 << 20), world.base) is None

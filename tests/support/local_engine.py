@@ -157,7 +157,7 @@ class LocalEngine:
 
     def ask(self, question: Question, limit: float = 60.0) -> Answer:
         """Step until the question is answered. Raises TimeoutError."""
-        self.engine.orders.take(question)
+        self.engine.answer(question)
         deadline = time.monotonic() + limit
         while question.id not in self.answers:
             self.step()

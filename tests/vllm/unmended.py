@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-from cluster.lifeline import die_with_parent
 from node_agent.collector import end
 from node_agent.vllm import process, worker_extension
+from node_agent.vllm.spawned import begin_spawned
 
 if __name__ == "__mp_main__":
-    die_with_parent(os.getppid())
+    begin_spawned()
 
 
 class Unmended(worker_extension.WorkerExtension):

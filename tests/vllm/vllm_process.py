@@ -154,8 +154,9 @@ class VllmProcess:
             return connection
 
     def errors(self) -> list[dict[str, Any]]:
-        """Returns the errors in the log."""
-        return [line for line in self.lines() if line.get("level") == "error"]
+        """Returns the errors in the log, without those of vLLM itself."""
+        errors = [line for line in self.lines() if line.get("level") == "error"]
+        return [line for line in errors if not line["logger"].startswith(("vllm.", "printed"))]
 
     def lines(self) -> list[dict[str, Any]]:
         """Returns the log's lines of JSON."""

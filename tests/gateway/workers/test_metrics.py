@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.gpu import GpuFacts, GpuLoad
-from cluster.news import NodeRecord, Resident
+from cluster.news import NodeRecord, Resident, VllmLoad
 from cluster.node_book import NodeView
 from gateway.workers.metrics import MAX_LABELS, Metrics
 
@@ -131,6 +131,22 @@ def test_gpus_as_their_nodes_report_them() -> None:
     assert found["garnish_node_gpu_failed", frozenset({("node", "n2")})] == 0
     assert not any("gpu" in name for (name, labels) in found if ("node", "n3") in labels)
     assert not any("temperature" in name for name, _ in found), "nobody reports it"
+
+
+def test_vllm_as_its_nodes_report_it() -> None:
+    busy = node("n1", "ready", vllm=VllmLoad(running=2, waiting=1, kv_usage=0.25, preemptions=7))
+    found = samples(Metrics().render([busy, node("n2", "ready", vllm=VllmLoad()), node("n3", "ready")]))
+    of_vllm = {
+        (name.removeprefix("garnish_node_vllm_"), dict(labels)["node"]): value
+        for (name, labels), value in found.items()
+        if "vllm" in name
+    }
+    fields = {"running": 2, "waiting": 1, "kv_usage": 0.25, "preemptions": 7}
+    assert of_vllm == {
+        **{(name, "n1"): value for name, value in fields.items()},
+        **{(name, "n2"): 0 for name in fields},
+    }
+    assert not any("vllm" in name for name, _ in samples(Metrics().render([node("n3", "ready")])))
 
 
 def test_cpu_workers_and_what_decided_on_them() -> None:

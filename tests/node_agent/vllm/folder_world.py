@@ -15,12 +15,17 @@ from adapters.open_store import open_store
 from adapters.store import ObjectStore
 from cluster.messages import Adapter
 from node_agent.adapter_memory.demand import Demand
+from node_agent.adapter_memory.disk_cache import open_cache
 from node_agent.adapter_memory.eviction import POLICIES
-from node_agent.vllm.folders import CONFIG, WEIGHTS, Folder, FolderTier
+from node_agent.config import DiskCacheConfig
+from node_agent.vllm import cached_files
+from node_agent.vllm.folder import CONFIG, WEIGHTS, Folder
+from node_agent.vllm.folders import FolderTier
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
 
 BYTES = 3000
 """Usual size of an adapter's weights."""
+BASE = "b" * 64
 SECONDS = 30.0
 SLOT_BYTES = 1000
 MAX_RANK = 16
@@ -55,13 +60,15 @@ class HeldStore:
 class FolderWorld:
     """Folders over a real object store in a directory."""
 
-    def __init__(self, root: Path, memory: int = 1 << 20, held: bool = False) -> None:
+    def __init__(self, root: Path, memory: int = 1 << 20, held: bool = False, disk: int = 0) -> None:
+        """`disk`: bytes of the disk cache; 0: none."""
         self.objects = open_store(str(root / "registry"))
         self.held = HeldStore(self.objects)
         self._changed = threading.Event()
         self.demand = Demand()
         store: ObjectStore = self.held if held else self.objects  # type: ignore[assignment]
-        self.tier = FolderTier(store, memory, POLICIES["lru"](self.demand), self._changed.set)
+        self.cache = open_cache(DiskCacheConfig(str(root / "cache"), disk), BASE, cached_files.is_intact)
+        self.tier = FolderTier(store, memory, POLICIES["lru"](self.demand), self._changed.set, self.cache)
 
     def until(self, condition: Callable[[], object], poll: Callable[[], None] | None = None) -> None:
         """Polls until the condition holds. Raises TimeoutError."""
@@ -124,8 +131,8 @@ class PlayedVllm:
 class SlotWorld(FolderWorld):
     """Slots of a played vLLM over real folders."""
 
-    def __init__(self, root: Path, count: int = 2, memory: int = 1 << 20, held: bool = False) -> None:
-        super().__init__(root, memory, held)
+    def __init__(self, root: Path, count: int = 2, memory: int = 1 << 20, held: bool = False, disk: int = 0) -> None:
+        super().__init__(root, memory, held, disk)
         self.vllm = PlayedVllm(count)
         orders = AdapterOrders(self.vllm.add, self.vllm.remove)
         limits = SlotLimits(count, MAX_RANK, SLOT_BYTES)

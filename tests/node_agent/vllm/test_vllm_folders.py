@@ -15,7 +15,7 @@ import pytest
 
 from adapters.blobs import blob_key
 from node_agent.adapter_memory.priority import Priority
-from node_agent.vllm import folders
+from node_agent.vllm import folder_fetch, folders
 from tests.node_agent.vllm.folder_world import BYTES, FolderWorld, put_adapter
 
 REQUEST, PREDICTED = Priority.REQUEST, Priority.PREDICTED
@@ -38,7 +38,7 @@ def held(tmp_path: Path) -> Iterator[FolderWorld]:
 
 
 def test_a_folder_has_the_two_files_as_deployed(world: FolderWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(folder_fetch, "CHUNK_BYTES", 700)
     adapter = put_adapter(world.objects, 1)
     folder = world.loaded(adapter)
     config, weights = world.read(folder)
