@@ -6,15 +6,11 @@ reads an adapter from its folder when it is loaded into a slot.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 import shutil
-import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -29,6 +25,7 @@ from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.waiters import Waiters
 from node_agent.leases import LoadFailed
+from node_agent.vllm.own_folder import OwnFolder
 
 THREADS = 4
 CHUNK_BYTES = 4 << 20
@@ -36,8 +33,8 @@ CHUNK_BYTES = 4 << 20
 MAX_CONFIG_BYTES = 1 << 20
 FAILURE_MEMORY_S = 1.0
 """Seconds for which a failed load stays recorded. Requests in this time fail with it; later ones start a new load."""
-PREFIX = "garnish-vllm-"
-"""Beginning of the names of folders in the memory-backed directory."""
+MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it has mode 0700 and a drawn name
+"""Memory-backed directory"""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -123,7 +120,8 @@ class FolderTier:
         self._failed: list[tuple[float, Folder]] = []
         self._leaving: list[Folder] = []
         """dropped folders that a thread or vLLM still uses"""
-        self._root, self._owner = _claim_root()
+        self._owned = OwnFolder(MEMORY)
+        self._root = self._owned.path
         self._number = 0
 
     def get(self, digest: str) -> Folder | None:
@@ -223,8 +221,7 @@ class FolderTier:
 
     def close(self) -> None:
         self.threads.close(wait=True)
-        shutil.rmtree(self._root, ignore_errors=True)
-        os.close(self._owner)
+        self._owned.close()
 
     # --- inside
 
@@ -355,24 +352,3 @@ class FetchJob:
         if self._sha256.hexdigest() != folder.adapter.weights:
             raise CorruptArtifact(f"{WEIGHTS} does not have the SHA-256 that the registry names")
         return FolderState.COMPLETE
-
-
-def _claim_root() -> tuple[Path, int]:
-    """Makes a folder in the memory-backed directory, and removes those of processes that have ended. Returns its path
-    and the descriptor whose lock marks it as used."""
-    shared = Path("/dev/shm")  # noqa: S108 - the folder has mode 0700 and a drawn name
-    for folder in shared.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(fd)
-    while True:
-        root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared))
-        owner = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        if root.exists():  # otherwise another node that starts removed it before it was locked
-            return root, owner
-        os.close(owner)
