@@ -67,10 +67,10 @@ class Caller(threading.Thread):
         self.ended[finished.reason] = self.ended.get(finished.reason, 0) + 1
 
 
-def resources(vllm: VllmProcess) -> tuple[list[int], set[Path], set[Path]]:
-    """Returns the processes, the shared memory and the folders that there are now."""
+def resources(vllm: VllmProcess) -> tuple[list[int], set[Path]]:
+    """Returns the processes, and the shared memory, sockets and folders that there are now."""
     vllm.record_parts()
-    return vllm.tree, vllm.shared_memory, vllm.folders
+    return vllm.tree, vllm.shared_memory | vllm.sockets | vllm.folders
 
 
 def test_races_for_slots_leave_nothing(

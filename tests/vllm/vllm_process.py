@@ -108,6 +108,8 @@ class VllmProcess:
         self.folders: set[Path] = set()
         """folders of this process: of adapters in memory, and of temporary files"""
         self.shared_memory: set[Path] = set()
+        self.sockets: set[Path] = set()
+        """files of Unix sockets on which the processes listen"""
 
     def __enter__(self) -> VllmProcess:
         self._server = socket.socket(socket.AF_UNIX)
@@ -145,10 +147,11 @@ class VllmProcess:
             self._reader.join(END_S)
 
     def record_parts(self) -> None:
-        """Records the processes that there are now, their shared memory, and the adapters' folder."""
+        """Records the processes that there are now, their shared memory, their sockets' files, and their folders."""
         self.tree = tree(self.process.pid, processes())
         self.folders = folders_of(self.process.pid)
         self.shared_memory = {path for pid in self.tree for path in shared_memory_of(pid)}
+        self.sockets = {path for pid in self.tree for path in sockets_of(pid)}
 
     def _end(self) -> None:
         self.process.terminate()
@@ -294,11 +297,7 @@ class VllmProcess:
 
 def folders_of(pid: int) -> set[Path]:
     """Returns the process's own folders: of adapters in memory, and of temporary files."""
-    links: list[str] = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
-            links.append(os.readlink(link))
-    return {Path(link) for link in links if Path(link).name.startswith(PREFIX)}
+    return {Path(link) for link in links_of(pid) if Path(link).name.startswith(PREFIX)}
 
 
 def shared_memory_of(pid: int) -> set[Path]:
@@ -309,6 +308,23 @@ def shared_memory_of(pid: int) -> set[Path]:
         return set()
     mapped = {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
     return {path for path in mapped if path.parent == MEMORY and path.exists()}
+
+
+def sockets_of(pid: int) -> set[Path]:
+    """Returns the files of the Unix sockets that the process has bound."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    bound = {f"socket:[{line[6]}]": Path(line[7]) for line in lines if len(line) > 7 and line[7].startswith("/")}
+    return {bound[link] for link in links_of(pid) if link in bound}
+
+
+def links_of(pid: int) -> list[str]:
+    """Returns what the process's descriptors are."""
+    links: list[str] = []
+    with suppress(OSError):  # it has ended
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                links.append(os.readlink(link))
+    return links
 
 
 def core_and_worker(vllm: VllmProcess) -> tuple[int, int]:
@@ -328,11 +344,12 @@ def name_of(pid: int) -> str:
 
 
 def assert_ended(vllm: VllmProcess, code: int = 1, seconds: float = 60.0) -> None:
-    """The engine process ends with this code within the time, with all of vLLM's processes, folders and shared
+    """The engine process ends with this code within the time, with all of vLLM's processes, folders, sockets and shared
     memory."""
     assert vllm.process.wait(seconds) == code
     wait_for(lambda: not living(vllm.tree), seconds)
-    wait_for(lambda: not [path for path in vllm.shared_memory | vllm.folders if path.exists()], seconds)
+    left = vllm.shared_memory | vllm.folders | vllm.sockets
+    wait_for(lambda: not [path for path in left if path.exists()], seconds)
 
 
 def living(pids: list[int]) -> list[int]:
