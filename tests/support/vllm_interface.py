@@ -32,7 +32,7 @@ CLASSES = {
     "lora/worker_manager.py": ("WorkerLoRAManager",),
     "outputs.py": ("RequestOutput", "CompletionOutput"),
     "platforms/interface.py": ("Platform",),
-    "sampling_params.py": ("SamplingParams", "RequestOutputKind"),
+    "sampling_params.py": ("SamplingParams", "RequestOutputKind", "StructuredOutputsParams"),
     "v1/engine/async_llm.py": ("AsyncLLM",),
     "v1/engine/exceptions.py": ("EngineDeadError",),
     "v1/worker/lora_model_runner_mixin.py": ("LoRAModelRunnerMixin",),

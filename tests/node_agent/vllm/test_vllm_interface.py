@@ -6,18 +6,18 @@ import ast
 import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
 
-from cluster.messages import GenerateRequest, Sampling
+from cluster.messages import GenerateRequest, Grammar, Sampling
 from node_agent.config import EngineConfig
 from node_agent.engine.intake import request_of
 from node_agent.vllm import cpu_lora, process
 from node_agent.vllm.arguments import COUNTS, DEFAULTS, REFUSED, VERSIONS, engine_arguments
 from node_agent.vllm.driver import AsyncEngine
-from node_agent.vllm.sampling import vllm_parameters
+from node_agent.vllm.sampling import structured_outputs, vllm_parameters
 from node_agent.vllm.worker_extension import MENDED
 from tests.support.environments import VLLM
 from tests.support.vllm_interface import RECORDS, read_interface, signature
@@ -56,6 +56,7 @@ CALLS = {
     ("Platform", "is_cpu"): 1,
 }
 """Number of arguments, the object included, of calls outside the interface of the driver"""
+KINDS: tuple[Literal["json", "regex", "choice", "lark"], ...] = ("json", "regex", "choice", "lark")
 NOT_ARGUMENTS = {"lora_modules", "api_server_count"}
 """Refused names that only vLLM's server has"""
 
@@ -118,6 +119,9 @@ def test_engine_arguments_are_known_by_their_names(version: str) -> None:
 def test_sampling_parameters_are_known_by_their_names(version: str) -> None:
     request = request_of(GenerateRequest("r", "", "t", [1], 4, Sampling(bad_words=[[3]], logprobs=2), 60.0))
     assert not set(vllm_parameters(request, {2})) - attributes(version, "SamplingParams")
+    forms = attributes(version, "StructuredOutputsParams")
+    for kind in KINDS:
+        assert not set(structured_outputs(Grammar(kind, "[]"))) - forms
 
 
 @both
