@@ -6,14 +6,10 @@ a form that vLLM loads. vLLM reads an adapter from its folder when it is loaded 
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from adapters.store import ObjectStore
@@ -26,12 +22,13 @@ from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.waiters import Waiters
 from node_agent.vllm.folder import ENDED, Folder, FolderState
 from node_agent.vllm.folder_fetch import FetchJob
+from node_agent.vllm.own_folder import OwnFolder
 
 THREADS = 4
 FAILURE_MEMORY_S = 1.0
 """Seconds for which a failed load stays recorded. Requests in this time fail with it; later ones start a new load."""
-PREFIX = "garnish-vllm-"
-"""Beginning of the names of folders in the memory-backed directory."""
+MEMORY = Path("/dev/shm")  # noqa: S108 - the folder in it has mode 0700 and a drawn name
+"""Memory-backed directory"""
 
 
 class FolderTier:
@@ -56,7 +53,8 @@ class FolderTier:
         self._failed: list[tuple[float, Folder]] = []
         self._leaving: list[Folder] = []
         """dropped folders that a thread or vLLM still uses"""
-        self._root, self._owner = _claim_root()
+        self._owned = OwnFolder(MEMORY)
+        self._root = self._owned.path
         self._number = 0
 
     def get(self, digest: str) -> Folder | None:
@@ -159,8 +157,7 @@ class FolderTier:
         self.threads.close(wait=True)
         if self.cache is not None:
             self.cache.close()
-        shutil.rmtree(self._root, ignore_errors=True)
-        os.close(self._owner)
+        self._owned.close()
 
     # --- inside
 
@@ -206,24 +203,3 @@ class FolderTier:
         if folder.writer is not None:
             folder.writer.end()
         return True
-
-
-def _claim_root() -> tuple[Path, int]:
-    """Makes a folder in the memory-backed directory, and removes those of processes that have ended. Returns its path
-    and the descriptor whose lock marks it as used."""
-    shared = Path("/dev/shm")  # noqa: S108 - the folder has mode 0700 and a drawn name
-    for folder in shared.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(fd)
-    while True:
-        root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared))
-        owner = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        if root.exists():  # otherwise another node that starts removed it before it was locked
-            return root, owner
-        os.close(owner)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from node_agent.vllm.driver import Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
 from node_agent.vllm.figures import Figures, prometheus_logger, read_text
 from node_agent.vllm.folders import FolderTier
+from node_agent.vllm.own_folder import OwnFolder, keep_temporary_files_in
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
 from node_agent.vllm.start import Start, dtype_of, settings_of
 
@@ -174,6 +176,20 @@ def main() -> int:
     if config.engine.vllm.arguments.get("nnodes", 1) == 1:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
+    try:
+        temporary = OwnFolder(Path(tempfile.gettempdir()))
+    except OSError as error:
+        log_failed_start(error)
+        return 1
+    keep_temporary_files_in(temporary.path)
+    try:
+        return _serve(config, wake, stop)
+    finally:
+        temporary.close()
+
+
+def _serve(config: EngineProcessConfig, wake: WakeUp, stop: StopRequest) -> int:
+    """Starts vLLM and serves until the node stops. Returns the exit code."""
     try:
         engine, ready = build_engine(config, wake)
     except Exception as error:  # any error: the node shows it as the reason why it can't start

@@ -16,7 +16,7 @@ from tests.node_agent.test_supervisor import Supervised, supervised
 from tests.support.processes import processes, tree
 from tests.vllm.vllm_process import ARGUMENTS, SETTINGS, living, wait_for
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def engine_tree(node: Supervised) -> list[int]:

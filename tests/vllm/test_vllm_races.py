@@ -11,7 +11,6 @@ import pytest
 
 from cluster.messages import Adapter
 from node_agent.ipc import Evict, ListAdapters
-from node_agent.vllm.watch import CHECK_S
 from tests.support.draws import MANY
 from tests.support.peft_reference import TIE, Greedy, PeftReference
 from tests.vllm.vllm_process import VllmProcess
@@ -68,9 +67,16 @@ class Caller(threading.Thread):
         self.ended[finished.reason] = self.ended.get(finished.reason, 0) + 1
 
 
+def resources(vllm: VllmProcess) -> tuple[list[int], set[Path]]:
+    """Returns the processes, and the shared memory, sockets and folders that there are now."""
+    vllm.record_parts()
+    return vllm.tree, vllm.shared_memory | vllm.sockets | vllm.folders
+
+
 def test_races_for_slots_leave_nothing(
     vllm: VllmProcess, deployed: list[tuple[Path, Adapter]], peft: PeftReference
 ) -> None:
+    before = resources(vllm)
     choices: list[tuple[Adapter | None, Greedy]] = [(None, peft.greedy(None, PROMPT, MAX_TOKENS))]
     choices += [(adapter, peft.greedy(directory, PROMPT, MAX_TOKENS)) for directory, adapter in deployed]
     callers = [Caller(vllm, choices, seed) for seed in range(THREADS)]
@@ -81,7 +87,7 @@ def test_races_for_slots_leave_nothing(
     assert not [wrong for caller in callers for wrong in caller.wrong]
     assert sum(caller.ended["length"] for caller in callers) > 10
     assert sum(caller.ended["cancelled"] for caller in callers) > 10
-    time.sleep(CHECK_S + 2)  # for another comparison with vLLM's workers
+    vllm.wait_for_checks(1)
     stats = vllm.wait_until_idle()
     assert vllm.ready is not None and stats.kv_blocks_free == vllm.ready.kv_blocks
     assert stats.adapter_bytes_free == vllm.ready.adapter_bytes and not stats.loading_bytes
@@ -92,7 +98,7 @@ def test_races_for_slots_leave_nothing(
     for state in found.adapters:
         vllm.send(Evict(state.digest, state.digest))
     vllm.wait(lambda: all(state.digest in vllm.answers for state in found.adapters))
-    (root,) = vllm.folders
-    vllm.wait(lambda: not list(root.iterdir()))
+    vllm.wait(lambda: not list(vllm.adapters_folder.iterdir()))
+    assert resources(vllm) == before
     assert not vllm.errors()
     assert vllm.process.poll() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from adapters.registry import Registry
 from cluster.frames import Frames
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.config import EngineConfig, EngineProcessConfig, VllmConfig
+from node_agent.engine_loop import STATS_INTERVAL
 from node_agent.ipc import (
     Admitted,
     Answer,
@@ -38,7 +40,9 @@ from node_agent.ipc import (
     encode,
     event_decoder,
 )
-from node_agent.vllm.folders import PREFIX
+from node_agent.vllm.folders import MEMORY
+from node_agent.vllm.own_folder import PREFIX
+from node_agent.vllm.watch import CHECK_S
 from tests.support.local_engine import deploy_adapter
 from tests.support.processes import processes, tree
 
@@ -53,6 +57,7 @@ SETTINGS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "TMPDIR": "/tmp",
 }
 
 
@@ -71,8 +76,10 @@ class VllmProcess:
     """Context with the running process. Its methods may be called by any thread."""
 
     def __init__(self, python: Path, model_dir: Path, registry: Path, folder: Path, **settings: Any) -> None:
-        """`settings`: vLLM's arguments, `answer_s`, fields of EngineConfig, and `module`, which is run."""
+        """`settings`: vLLM's arguments, `answer_s`, fields of EngineConfig, `module`, which is run, `environment`, and
+        `waits`: whether the context is entered once vLLM has started, or at once."""
         answer_s, self._module = settings.pop("answer_s", 60.0), settings.pop("module", "node_agent.vllm.process")
+        self._environment, self._waits = settings.pop("environment", {}), settings.pop("waits", True)
         fields = {key: settings.pop(key) for key in list(settings) if key in EngineConfig.__struct_fields__}
         config = EngineConfig(
             model_dir=str(model_dir),
@@ -96,6 +103,13 @@ class VllmProcess:
         self.ready: Ready | None = None
         self.gone = False
         """whether the engine has closed the connection"""
+        self.tree: list[int] = []
+        """ids of the engine process and of all below it"""
+        self.folders: set[Path] = set()
+        """folders of this process: of adapters in memory, and of temporary files"""
+        self.shared_memory: set[Path] = set()
+        self.sockets: set[Path] = set()
+        """files of Unix sockets on which the processes listen"""
 
     def __enter__(self) -> VllmProcess:
         self._server = socket.socket(socket.AF_UNIX)
@@ -109,11 +123,13 @@ class VllmProcess:
                 stdout=log,
                 stderr=log,
                 process_group=0,
-                env={**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **SETTINGS, **self._environment, "PYTHONPATH": str(ROOT)},
             )
         assert self.process.stdin is not None
         with self.process.stdin as stream:
             stream.write(msgspec.json.encode(self._config))
+        if not self._waits:
+            return self
         try:
             self._connection = self._accept()
             self._reader = threading.Thread(target=self._read)
@@ -122,13 +138,20 @@ class VllmProcess:
         except BaseException:
             self._end()
             raise
-        self.tree = tree(self.process.pid, processes())
-        self.folders = folders_of(self.process.pid)
+        self.record_parts()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end()
-        self._reader.join(END_S)
+        if self._waits:
+            self._reader.join(END_S)
+
+    def record_parts(self) -> None:
+        """Records the processes that there are now, their shared memory, their sockets' files, and their folders."""
+        self.tree = tree(self.process.pid, processes())
+        self.folders = folders_of(self.process.pid)
+        self.shared_memory = {path for pid in self.tree for path in shared_memory_of(pid)}
+        self.sockets = {path for pid in self.tree for path in sockets_of(pid)}
 
     def _end(self) -> None:
         self.process.terminate()
@@ -168,6 +191,16 @@ class VllmProcess:
 
     # --- for tests
 
+    @property
+    def adapters_folder(self) -> Path:
+        (found,) = [folder for folder in self.folders if folder.parent == MEMORY]
+        return found
+
+    def wait_for_checks(self, count: int) -> None:
+        """Waits until an idle engine has compared its slots with vLLM's so often."""
+        number = self.stats_number + count * math.ceil((CHECK_S + 1) / STATS_INTERVAL)
+        self.wait(lambda: self.stats_number >= number, 20 * count * CHECK_S)
+
     def deploy(self, directory: Path, name: str | None = None) -> Adapter:
         return deploy_adapter(self.registry, directory, name)
 
@@ -179,8 +212,10 @@ class VllmProcess:
         sampling: Sampling = GREEDY,
         timeout: float = 120.0,
         ignore_eos: bool = True,
+        tenant: str = "test",
         **fields: Any,
     ) -> str:
+        """`fields`: further ones of GenerateRequest."""
         with self._events:
             self._count += 1
             request = f"r{self._count}"
@@ -188,7 +223,7 @@ class VllmProcess:
         self.send(
             Submit(
                 GenerateRequest(
-                    request, "", "test", tokens, max_tokens, sampling, timeout, adapter, ignore_eos=ignore_eos, **fields
+                    request, "", tenant, tokens, max_tokens, sampling, timeout, adapter, ignore_eos=ignore_eos, **fields
                 )
             )
         )
@@ -262,12 +297,60 @@ class VllmProcess:
 
 
 def folders_of(pid: int) -> set[Path]:
-    """Returns the process's own folder of adapters in memory."""
+    """Returns the process's own folders: of adapters in memory, and of temporary files."""
+    return {Path(link) for link in links_of(pid) if Path(link).name.startswith(PREFIX)}
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Returns the files of shared memory that the process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended
+        return set()
+    mapped = {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
+    return {path for path in mapped if path.parent == MEMORY and path.exists()}
+
+
+def sockets_of(pid: int) -> set[Path]:
+    """Returns the files of the Unix sockets that the process has bound."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    bound = {f"socket:[{line[6]}]": Path(line[7]) for line in lines if len(line) > 7 and line[7].startswith("/")}
+    return {bound[link] for link in links_of(pid) if link in bound}
+
+
+def links_of(pid: int) -> list[str]:
+    """Returns what the process's descriptors are."""
     links: list[str] = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
-            links.append(os.readlink(link))
-    return {Path(link) for link in links if Path(link).name.startswith(PREFIX)}
+    with suppress(OSError):  # it has ended
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                links.append(os.readlink(link))
+    return links
+
+
+def core_and_worker(vllm: VllmProcess) -> tuple[int, int]:
+    """Returns the ids of vLLM's engine core and of its worker. Raises ValueError if they are not there."""
+    known = processes()
+    pids = tree(vllm.process.pid, known)
+    (core,) = [pid for pid in pids if name_of(pid).startswith("VLLM::EngineCor")]
+    (worker,) = [pid for pid in pids if known[pid][0] == core and name_of(pid).startswith("VLLM::Worker")]
+    return core, worker
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
+def assert_ended(vllm: VllmProcess, code: int = 1, seconds: float = 60.0) -> None:
+    """The engine process ends with this code within the time, with all of vLLM's processes, folders, sockets and shared
+    memory."""
+    assert vllm.process.wait(seconds) == code
+    wait_for(lambda: not living(vllm.tree), seconds)
+    left = vllm.shared_memory | vllm.folders | vllm.sockets
+    wait_for(lambda: not [path for path in left if path.exists()], seconds)
 
 
 def living(pids: list[int]) -> list[int]:

@@ -171,10 +171,11 @@ def test_a_full_memory_fails_the_load_alone(world: FolderWorld, monkeypatch: pyt
 
 CHILD = """
 import sys, time
-from node_agent.vllm.folders import _claim_root
-root, _ = _claim_root()
-(root / "1").mkdir()
-print(root, flush=True)
+from node_agent.vllm.folders import MEMORY
+from node_agent.vllm.own_folder import OwnFolder
+folder = OwnFolder(MEMORY)
+(folder.path / "1").mkdir()
+print(folder.path, flush=True)
 time.sleep(600)
 """
 
