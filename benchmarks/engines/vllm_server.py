@@ -1,0 +1,86 @@
+"""vLLM's own OpenAI server, with the engine arguments that a node would give to vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from benchmarks.common.http_service import LOG_CHARACTERS, START_LIMIT
+from benchmarks.common.processes import tethered
+from node_agent.config import EngineConfig
+from node_agent.vllm.arguments import engine_arguments
+from tests.support.ports import free_port
+
+OURS = ("model", "worker_extension_cls")
+"""Arguments of a node that the server does not get: it takes the model by position, and has no part of ours."""
+END_S = 30.0
+
+
+def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields engine arguments as vLLM's command line takes them."""
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{option}" if value else f"--no-{option}"
+        elif isinstance(value, dict):
+            yield from (f"--{option}", json.dumps(value))
+        else:
+            yield from (f"--{option}", str(value))
+
+
+class VllmServer:
+    """`vllm serve` in a separate process, with the given adapters as a0, a1, ... It has no keys."""
+
+    key = ""
+
+    def __init__(self, config: EngineConfig, adapters: list[Path], root: Path, environment: Mapping[str, str]) -> None:
+        """`config`: that of the node to compare with; its interpreter's environment has the command `vllm`."""
+        self.base, self._log = config.base_id, root / "vllm.log"
+        root.mkdir(parents=True)
+        self._environment = os.environ | {"PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1", **environment}
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        passed = {name: value for name, value in engine_arguments(config).items() if name not in OURS}
+        modules = [f"a{number}={path}" for number, path in enumerate(adapters)]
+        self._command = [
+            str(Path(config.vllm.python).parent / "vllm"), "serve", config.model_dir, "--host", "127.0.0.1",
+            "--port", str(port), "--disable-uvicorn-access-log", *flags(passed), "--lora-modules", *modules,
+        ]  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> VllmServer:
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                tethered(self._command), env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + START_LIMIT
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM's server did not start:\n{self._log.read_text()[-LOG_CHARACTERS:]}")
+            time.sleep(0.2)
+        return self
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,167 @@
+"""The study of both engines: figures by rounds, aims in the table, the calls of a turn, and processes that stand
+still."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_server import ScriptedServer, scripted_server
+
+from benchmarks.engines import turns
+from benchmarks.engines.figures import figures_of
+from benchmarks.engines.pinning import on_cores, pin, resume, stop
+from benchmarks.engines.servers import ALONE, GARNISH, VLLM, Setup
+from benchmarks.engines.tables import speed_table, start_table
+from benchmarks.engines.turns import Loads, take_turn
+from benchmarks.engines.vllm_server import flags
+from node_agent.vllm.arguments import engine_arguments
+from tests.support.processes import processes
+
+LOADS = Loads(warm=8, first=2, calls=8, callers=(8,), per_caller=2, prompt_words=3, tokens=4)
+VERSIONS = {"torch": "2", "transformers": "5", "peft": "0"}
+
+
+def row(number: int, server: str, callers: int, tok_s: float, ttft_ms: float) -> dict[str, Any]:
+    return {
+        "round": number, "server": server, "load": "adapters", "callers": callers, "tok_s": tok_s,
+        "ttft_p50_ms": ttft_ms, "ttft_ms": [ttft_ms, 2 * ttft_ms], "by_state": {},
+    }  # fmt: skip
+
+
+ROWS = [
+    {"round": 0, "server": server, "load": "start", "start_s": seconds, "memory_bytes": 3 << 30}
+    for server, seconds in ((VLLM, 20.0), (ALONE, 30.0))
+] + [
+    row(number, server, callers, tok_s, ttft_ms)
+    for number, (ours, theirs) in enumerate(((8.0, 10.0), (10.0, 10.0), (9.0, 12.0)))
+    for callers in (1, 8)
+    for server, tok_s, ttft_ms in ((VLLM, ours, 110.0 + number), (ALONE, theirs, 100.0), (GARNISH, 30.0, 50.0))
+]
+
+
+def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "commit": "c", "machine": {"cpu": "X", "cores": 2, "level": "AMX"}, "versions": VERSIONS, "seed": 0,
+        "figures": figures_of(rows, 0),
+        "settings": {
+            "model": "m", "dtype": "bfloat16", "vllm": {"vllm": "0.32.0"}, "arguments": {"max_loras": 8,
+            "max_lora_rank": 64}, "ranks": [8, 64], "targets": "q,k,v", "prompt_words": 3, "tokens": 4, "rounds": 3,
+            "starts": 1, "warm": 8, "callers": [8], "pinned": True, "probe_before_ms": 1.0, "probe_after_ms": 1.0,
+        },
+    }  # fmt: skip
+
+
+def test_ratios_and_differences_are_of_the_same_round() -> None:
+    figures = figures_of(ROWS, 0)
+    assert figures["ratio_adapters_8"] == pytest.approx(0.8)
+    assert figures["ratio_adapters_8_min"] == pytest.approx(0.75)
+    assert figures["ratio_adapters_8_lower"] <= 0.8 <= figures["ratio_adapters_8_upper"]
+    assert figures["engines_adapters_1"] == pytest.approx(30 / 9)
+    assert (figures["added_ttft_ms_adapters_1"], figures["added_ttft_ms_adapters_1_max"]) == (11.0, 12.0)
+    assert figures[f"ttft_ms_max_{VLLM}_adapters_1"] == 224.0, "the longest call, not the longest median"
+    assert figures[f"start_s_{VLLM}"] == 20.0
+
+
+def test_cold_calls_are_counted_by_where_the_adapter_was() -> None:
+    rows = [
+        {"round": 0, "server": VLLM, "load": "again", "callers": 1, "by_state": {"none": [5.0], "host": [50.0, 70.0]}},
+        {"round": 0, "server": VLLM, "load": "first", "callers": 1, "ttft_ms": [90.0, 80.0, 100.0]},
+    ]
+    figures = figures_of(rows, 0)
+    assert (figures[f"host_ttft_ms_{VLLM}"], figures[f"host_ttft_ms_{VLLM}_max"]) == (60.0, 70.0)
+    assert (figures[f"first_ttft_ms_{VLLM}"], figures[f"first_ttft_ms_{VLLM}_count"]) == (90.0, 3)
+
+
+def test_the_tables_say_which_aims_are_missed() -> None:
+    text = speed_table(document(ROWS))
+    assert "| 8 adapters, 8 callers | 0.800 (0.750 to 1.000) | 0.750 | at least 0.90: missed |" in text
+    assert "at most 8 ms: missed" in text
+    better = [
+        {**each, "tok_s": 12.0, "ttft_p50_ms": 104.0} if each["server"] == VLLM and each["load"] != "start" else each
+        for each in ROWS
+    ]
+    assert "missed" not in speed_table(document(better))
+    assert "| start with 8 adapters (longest of 1) | not measured | 20.0 s (20.0 s) | 30.0 s (30.0 s) |" in start_table(
+        document(ROWS)
+    )
+
+
+def test_servers_get_the_same_calls_and_new_adapters_in_each_round() -> None:
+    async def turn(server: ScriptedServer, number: int) -> list[dict[str, Any]]:
+        found = SimpleNamespace(base="base", url=server.url, key="", pid=0)
+        return await take_turn(found, LOADS, number, seed=5)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(120), scripted_server() as one, scripted_server() as other:
+            rows = await turn(one, 3)
+            await turn(other, 3)
+            assert sorted(map(str, one.bodies)) == sorted(map(str, other.bodies))
+            first = [body["model"] for body in one.bodies][-2:]
+            assert first == ["a14", "a15"], "adapters that no earlier round has called"
+            loads = [(each["load"], each["callers"], len(each["ttft_ms"])) for each in rows]
+            assert loads == [("again", 1, 8), ("base", 1, 8), ("adapters", 1, 8), ("adapters", 8, 16), ("first", 1, 2)]
+            assert len({str(body["prompt"]) for body in one.bodies[9:]}) == len(one.bodies) - 9, "no prompt comes twice"
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "ANSWER_S", 1.0)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(60), scripted_server() as server:
+            found = SimpleNamespace(base="no usage", url=server.url, key="", pid=0)
+            with pytest.raises(TimeoutError, match="no usage"):
+                await take_turn(found, LOADS, 0, seed=5)
+
+    asyncio.run(scenario())
+
+
+def test_the_server_gets_the_engine_arguments_of_the_node() -> None:
+    setup = Setup(
+        model=Path("/models/m"), python=Path("/env/bin/python"), device="cpu", dtype="bfloat16", max_rows=32,
+        kv_memory=1 << 30, adapter_memory=1 << 28, arguments={"max_loras": 8, "max_lora_rank": 64},
+    )  # fmt: skip
+    config = setup.engine_config()
+    found = list(flags(engine_arguments(config)))
+    for option, value in (("max-loras", "8"), ("max-cpu-loras", "8"), ("kv-cache-memory-bytes", str(1 << 30))):
+        assert found[found.index(f"--{option}") + 1] == value
+    assert {"--enable-lora", "--no-enable-prefix-caching"} <= set(found)
+    assert list(flags({"a_b": {"c": 1}})) == ["--a-b", '{"c": 1}']
+
+
+SLEEPER = "import sys, time; sys.stdout.write('up\\n'); sys.stdout.flush(); time.sleep(600)"
+
+
+def test_processes_are_pinned_and_stand_still() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    computing, others = {cores[-1]}, {cores[0]}
+    command = f"['VLLM' + '::Worker', '-c', {SLEEPER!r}]"  # the parent's command line must not have the name
+    parent = f"import subprocess, sys; subprocess.run({command}, executable=sys.executable)"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout is not None and service.stdout.readline() == "up\n"
+        (worker,) = [pid for pid, (above, _) in processes().items() if above == service.pid]
+        try:
+            assert pin(service.pid, computing, others) == 1
+            assert (os.sched_getaffinity(worker), os.sched_getaffinity(service.pid)) == (computing, others)
+            stop(service.pid)
+            assert {processes()[pid][1] for pid in (worker, service.pid)} == {"T"}
+            resume(service.pid)
+            assert "T" not in {processes()[pid][1] for pid in (worker, service.pid)}
+        finally:
+            for pid in (worker, service.pid):
+                os.kill(pid, 9)
+
+
+def test_the_cores_of_this_process_come_back() -> None:
+    before = os.sched_getaffinity(0)
+    with on_cores({min(before)}):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
