@@ -25,7 +25,7 @@ REFUSED = {
 """Arguments that would break a promise of the service, each with the reason."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `max_lora_rank`."""
-COUNTS = ("max_loras", "max_lora_rank", "max_num_seqs", "tensor_parallel_size")
+COUNTS = ("max_loras", "max_lora_rank", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "nnodes")
 """Arguments that are whole numbers above 0."""
 VERSIONS = ("0.32", "0.33")
 """Versions of vLLM whose functions the node calls as they are there."""
@@ -48,6 +48,12 @@ def check_arguments(stated: dict[str, Any]) -> str:
     if stated.get("max_lora_rank", RANKS[0]) not in RANKS:
         return f"max_lora_rank: {stated['max_lora_rank']} is none of {', '.join(map(str, RANKS))}"
     return ""
+
+
+def host_gpus(stated: dict[str, Any]) -> int:
+    """Returns the number of this host's GPUs that vLLM computes on, by checked arguments."""
+    ranks: int = stated.get("tensor_parallel_size", 1) * stated.get("pipeline_parallel_size", 1)
+    return max(1, ranks // stated.get("nnodes", 1))
 
 
 def check_version(version: str, any_version: bool) -> None:
