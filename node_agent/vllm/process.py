@@ -81,12 +81,15 @@ def start_vllm(arguments: dict[str, Any], any_version: bool) -> AsyncEngine:
     import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     check_version(vllm.__version__, any_version)
     if current_platform.is_cpu():  # by itself vLLM would take most of the host's memory
         arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
-    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    # vLLM's defaults for batches depend on the caller; without its name they are those of a small GPU.
+    context = UsageContext.OPENAI_API_SERVER
+    engine: AsyncEngine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=context)
     return engine
 
 
