@@ -33,7 +33,7 @@ from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, publis
 from benchmarks.engines.figures import figures_of
 from benchmarks.engines.pinning import on_cores, pin, resume, stop
 from benchmarks.engines.servers import GARNISH, TITLES, Server, Setup
-from benchmarks.engines.turns import Loads, call_each, take_turn
+from benchmarks.engines.turns import Loads, call_each, loads_of_round, measure
 from benchmarks.gpu.service import write_model
 from tests.support.environments import VLLM_PYTHON
 from tests.support.random_model import SHAPES, write_adapters
@@ -74,17 +74,20 @@ class Study:
                 yield {"round": number, "server": name, "load": "start", **row}
 
     def rounds(self, names: list[str], count: int, seed: int) -> Iterator[dict[str, Any]]:
-        """Yields a row for each load of each server and round; another server is first in each round."""
+        """Yields a row for each load of each round and server. Servers take turns within a load, so that each pair of
+        figures is of the same minute; another server is first in each."""
         with ExitStack() as stack, on_cores(self._cores.serving if self._cores else None):
             servers: dict[str, Server] = {}
             for name in names:
                 servers[name] = self._started(name, stack)
             for number in range(count):
-                for name in _in_turn(names, number):
-                    resume(servers[name].pid)
-                    for row in asyncio.run(take_turn(servers[name], self._loads, number, seed)):
+                for at, load in enumerate(loads_of_round(self._loads, number)):
+                    for name in _in_turn(names, number + at):
+                        resume(servers[name].pid)
+                        drawn = (seed << 16) + 16 * number + at
+                        row = asyncio.run(measure(servers[name], load, self._loads.prompt_words, drawn))
+                        stop(servers[name].pid)
                         yield {"round": number, "server": name, **row}
-                    stop(servers[name].pid)
 
     def _started(self, name: str, stack: ExitStack) -> Server:
         """Starts a server, and stops its processes until its first turn."""
@@ -135,7 +138,7 @@ def loads_of(options: argparse.Namespace, *, gpu: bool) -> Loads:
     callers = tuple(options.callers or ((32, 128) if gpu else (8,)))
     if gpu:
         return Loads(warm=16, first=2, calls=16, callers=callers, per_caller=4, prompt_words=128, tokens=64)
-    return Loads(warm=8, first=2, calls=8, callers=callers, per_caller=2, prompt_words=16, tokens=16)
+    return Loads(warm=8, first=1, calls=4, callers=callers, per_caller=1, prompt_words=16, tokens=16)
 
 
 def setup_of(options: argparse.Namespace, model: Path, loads: Loads, *, gpu: bool) -> Setup:
@@ -206,7 +209,7 @@ def main() -> None:
     parser.add_argument("--python", type=Path, default=VLLM_PYTHON, metavar="FILE", help="has vLLM")
     parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="")
     parser.add_argument("--callers", type=int, nargs="+", metavar="N")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--servers", nargs="+", choices=list(TITLES), default=list(TITLES))
     options = parser.parse_args()

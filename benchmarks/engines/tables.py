@@ -72,7 +72,12 @@ def load_titles(settings: dict[str, Any]) -> dict[str, str]:
     """Returns the title of each timed load, by its key in the figures."""
     warm = settings["warm"]
     titles = {key(BASE, 1): "base, 1 caller", key(ADAPTERS, 1): f"{warm} adapters in turn, 1 caller"}
-    return titles | {key(ADAPTERS, count): f"{warm} adapters, {count} callers" for count in settings["callers"]}
+    for count in settings["callers"]:
+        titles |= {
+            key(BASE, count): f"base, {count} callers",
+            key(ADAPTERS, count): f"{warm} adapters, {count} callers",
+        }
+    return titles
 
 
 def _pinned(settings: dict[str, Any]) -> str:

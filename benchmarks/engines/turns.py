@@ -1,4 +1,4 @@
-"""Calls that a server gets in one round: by one caller and by several, and first calls of adapters."""
+"""Calls that each server gets in one round: by one caller and by several, and first calls of adapters."""
 
 from __future__ import annotations
 
@@ -41,31 +41,39 @@ class Loads:
         return self.warm + rounds * self.first
 
 
-async def take_turn(server: Server, loads: Loads, number: int, seed: int) -> list[dict[str, Any]]:
-    """Returns a row for each load of round `number`. All servers get the same prompts in a round. Raises RuntimeError
-    if a call fails."""
-    names = [f"a{at}" for at in range(loads.warm)]
+@dataclass(frozen=True)
+class Load:
+    """Calls of one kind: `calls` of the functions in turn, at most `callers` at once."""
+
+    name: str
+    functions: Sequence[str]
+    """names; empty: the base model"""
+    calls: int
+    callers: int
+    tokens: int
+
+
+def loads_of_round(loads: Loads, number: int) -> list[Load]:
+    """Returns the loads of round `number` in order. The first one brings the warm adapters back to the device."""
+    warm = [f"a{(at + number * loads.calls) % loads.warm}" for at in range(loads.warm)]
     new = [f"a{loads.warm + number * loads.first + at}" for at in range(loads.first)]
-    seed = (seed << 16) + 16 * number
-    rows: list[dict[str, Any]] = []
+    planned = [Load(AGAIN, warm, loads.warm, 1, SHORT_TOKENS)]
+    for callers, calls in ((1, loads.calls), *((each, each * loads.per_caller) for each in loads.callers)):
+        planned += [
+            Load(BASE, (), calls, callers, loads.tokens), Load(ADAPTERS, warm, calls, callers, loads.tokens)
+        ]  # fmt: skip
+    return [*planned, Load(FIRST, new, loads.first, 1, SHORT_TOKENS)]
+
+
+async def measure(server: Server, load: Load, prompt_words: int, seed: int) -> dict[str, Any]:
+    """Returns the row of a load. Servers get the same prompts with the same seed. Raises RuntimeError if a call
+    fails."""
     async with open_session(server.key or None) as session:
-        call = OpenAiServer(session, server.url, loads.tokens)
-        short = OpenAiServer(session, server.url, SHORT_TOKENS)
-        await until_answered(short, server.base)
-
-        async def measure(load: str, one: Call, models: Sequence[str], calls: int, callers: int) -> None:
-            planned = plan(models, calls, loads.prompt_words, seed + len(rows))
-            samples = await closed_loop(one, planned, callers)
-            check(samples)
-            rows.append({"load": load, "callers": callers, **measured(samples)})
-
-        await measure(AGAIN, short, names, loads.warm, 1)
-        await measure(BASE, call, [server.base], loads.calls, 1)
-        await measure(ADAPTERS, call, names, loads.calls, 1)
-        for callers in loads.callers:
-            await measure(ADAPTERS, call, names, callers * loads.per_caller, callers)
-        await measure(FIRST, short, new, loads.first, 1)
-    return rows
+        await until_answered(OpenAiServer(session, server.url, SHORT_TOKENS), server.base)
+        planned = plan(load.functions or [server.base], load.calls, prompt_words, seed)
+        samples = await closed_loop(OpenAiServer(session, server.url, load.tokens), planned, load.callers)
+    check(samples)
+    return {"load": load.name, "callers": load.callers, **measured(samples)}
 
 
 async def until_answered(call: Call, model: str) -> None:

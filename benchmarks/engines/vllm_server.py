@@ -1,4 +1,7 @@
-"""vLLM's own OpenAI server, with the engine arguments that a node would give to vLLM."""
+"""vLLM's own OpenAI server, with the engine arguments that a node would give to vLLM.
+
+On a CPU its workers get the node's LoRA functions, too: those of vLLM 0.32 mix rows, and take longer.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ import httpx
 
 from benchmarks.common.http_service import LOG_CHARACTERS, START_LIMIT
 from benchmarks.common.processes import tethered
+from benchmarks.common.report import ROOT
 from node_agent.config import EngineConfig
 from node_agent.vllm.arguments import engine_arguments
+from node_agent.vllm.worker_extension import START_METHOD
 from tests.support.ports import free_port
 
-OURS = ("model", "worker_extension_cls")
-"""Arguments of a node that the server does not get: it takes the model by position, and has no part of ours."""
-END_S = 30.0
+SETTINGS = {"PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+"""Variables of the server: its workers find our extension, and it passes on calls of the extension."""
+CALL_S, END_S = 60.0, 30.0
 
 
 def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -45,10 +50,10 @@ class VllmServer:
         """`config`: that of the node to compare with; its interpreter's environment has the command `vllm`."""
         self.base, self._log = config.base_id, root / "vllm.log"
         root.mkdir(parents=True)
-        self._environment = os.environ | {"PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1", **environment}
+        self._environment = os.environ | SETTINGS | dict(environment)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        passed = {name: value for name, value in engine_arguments(config).items() if name not in OURS}
+        passed = {name: value for name, value in engine_arguments(config).items() if name != "model"}
         modules = [f"a{number}={path}" for number, path in enumerate(adapters)]
         self._command = [
             str(Path(config.vllm.python).parent / "vllm"), "serve", config.model_dir, "--host", "127.0.0.1",
@@ -69,6 +74,8 @@ class VllmServer:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"vLLM's server did not start:\n{self._log.read_text()[-LOG_CHARACTERS:]}")
             time.sleep(0.2)
+        reply = httpx.post(f"{self.url}/collective_rpc", json={"method": START_METHOD}, timeout=CALL_S)
+        reply.raise_for_status()
         return self
 
     def _is_ready(self) -> bool:

@@ -7,9 +7,10 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from scripted_server import ScriptedServer, scripted_server
@@ -17,9 +18,9 @@ from scripted_server import ScriptedServer, scripted_server
 from benchmarks.engines import turns
 from benchmarks.engines.figures import figures_of
 from benchmarks.engines.pinning import on_cores, pin, resume, stop
-from benchmarks.engines.servers import ALONE, GARNISH, VLLM, Setup
+from benchmarks.engines.servers import ALONE, GARNISH, VLLM, Server, Setup
 from benchmarks.engines.tables import speed_table, start_table
-from benchmarks.engines.turns import Loads, take_turn
+from benchmarks.engines.turns import Loads, loads_of_round, measure
 from benchmarks.engines.vllm_server import flags
 from node_agent.vllm.arguments import engine_arguments
 from tests.support.processes import processes
@@ -93,23 +94,32 @@ def test_the_tables_say_which_aims_are_missed() -> None:
     )
 
 
-def test_servers_get_the_same_calls_and_new_adapters_in_each_round() -> None:
-    async def turn(server: ScriptedServer, number: int) -> list[dict[str, Any]]:
-        found = SimpleNamespace(base="base", url=server.url, key="", pid=0)
-        return await take_turn(found, LOADS, number, seed=5)
+def served_by(server: ScriptedServer, base: str = "base") -> Server:
+    return cast(Server, SimpleNamespace(base=base, url=server.url, key="", pid=0))
 
+
+def test_servers_get_the_same_calls_and_new_adapters_in_each_round() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(120), scripted_server() as one, scripted_server() as other:
-            rows = await turn(one, 3)
-            await turn(other, 3)
+            loads = loads_of_round(LOADS, 3)
+            for at, load in enumerate(loads):
+                rows = [await measure(served_by(each), load, LOADS.prompt_words, at) for each in (one, other)]
+                assert {(row["load"], row["callers"], len(row["ttft_ms"])) for row in rows} == {
+                    (load.name, load.callers, load.calls)
+                }
             assert sorted(map(str, one.bodies)) == sorted(map(str, other.bodies))
-            first = [body["model"] for body in one.bodies][-2:]
-            assert first == ["a14", "a15"], "adapters that no earlier round has called"
-            loads = [(each["load"], each["callers"], len(each["ttft_ms"])) for each in rows]
-            assert loads == [("again", 1, 8), ("base", 1, 8), ("adapters", 1, 8), ("adapters", 8, 16), ("first", 1, 2)]
-            assert len({str(body["prompt"]) for body in one.bodies[9:]}) == len(one.bodies) - 9, "no prompt comes twice"
+            kinds = [(load.name, load.callers, load.calls) for load in loads]
+            single = [("again", 1, 8), ("base", 1, 8), ("adapters", 1, 8)]
+            assert kinds == [*single, ("base", 8, 16), ("adapters", 8, 16), ("first", 1, 2)]
+            assert [body["model"] for body in one.bodies][-2:] == ["a14", "a15"], "no earlier round has called them"
 
     asyncio.run(scenario())
+
+
+def test_calls_by_one_caller_go_round_all_warm_adapters() -> None:
+    few = replace(LOADS, calls=3)
+    called = [name for number in range(8) for name in loads_of_round(few, number)[2].functions[:3]]
+    assert {name: called.count(name) for name in called} == dict.fromkeys([f"a{at}" for at in range(8)], 3)
 
 
 def test_a_server_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +127,9 @@ def test_a_server_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPa
 
     async def scenario() -> None:
         async with asyncio.timeout(60), scripted_server() as server:
-            found = SimpleNamespace(base="no usage", url=server.url, key="", pid=0)
+            load = loads_of_round(LOADS, 0)[0]
             with pytest.raises(TimeoutError, match="no usage"):
-                await take_turn(found, LOADS, 0, seed=5)
+                await measure(served_by(server, "no usage"), load, 3, seed=5)
 
     asyncio.run(scenario())
 
