@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from scripted_server import ScriptedServer, scripted_server
 
 from benchmarks.engines import turns
+from benchmarks.engines.engines import cores_of, loads_of, setup_of
 from benchmarks.engines.figures import figures_of
 from benchmarks.engines.pinning import on_cores, pin, resume, stop
 from benchmarks.engines.servers import ALONE, GARNISH, VLLM, Server, Setup
@@ -23,6 +25,7 @@ from benchmarks.engines.tables import speed_table, start_table
 from benchmarks.engines.turns import Loads, loads_of_round, measure
 from benchmarks.engines.vllm_server import flags
 from node_agent.vllm.arguments import engine_arguments
+from tests.benchmarks.studies import run_study
 from tests.support.processes import processes
 
 LOADS = Loads(warm=8, first=2, calls=8, callers=(8,), per_caller=2, prompt_words=3, tokens=4)
@@ -145,6 +148,22 @@ def test_the_server_gets_the_engine_arguments_of_the_node() -> None:
         assert found[found.index(f"--{option}") + 1] == value
     assert {"--enable-lora", "--no-enable-prefix-caching"} <= set(found)
     assert list(flags({"a_b": {"c": 1}})) == ["--a-b", '{"c": 1}']
+
+
+def test_on_a_gpu_a_7b_gets_32_and_128_callers() -> None:
+    options = SimpleNamespace(quick=False, callers=None, python=Path("/env/bin/python"))
+    loads = loads_of(cast(Any, options), gpu=True)
+    assert loads.callers == (32, 128)
+    setup = setup_of(cast(Any, options), Path("/models/7b"), loads, gpu=True)
+    assert (setup.device, setup.max_rows, setup.arguments["max_loras"]) == ("cuda", 128, loads.warm)
+    assert cores_of(gpu=True) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_a_shape_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_study(monkeypatch, "engines.engines", "--shape", "7b")
+    assert "--shape 7b needs a GPU, and none is here" in capsys.readouterr().err
 
 
 SLEEPER = "import sys, time; sys.stdout.write('up\\n'); sys.stdout.flush(); time.sleep(600)"
