@@ -52,8 +52,8 @@ def check_arguments(stated: dict[str, Any]) -> str:
 
 def host_gpus(stated: dict[str, Any]) -> int:
     """Returns the number of this host's GPUs that vLLM computes on, by checked arguments."""
-    ranks: int = stated.get("tensor_parallel_size", 1) * stated.get("pipeline_parallel_size", 1)
-    return max(1, ranks // stated.get("nnodes", 1))
+    ranks = stated.get("tensor_parallel_size", 1) * stated.get("pipeline_parallel_size", 1)
+    return max(1, int(ranks // stated.get("nnodes", 1)))
 
 
 def check_version(version: str, any_version: bool) -> None:
