@@ -22,7 +22,7 @@ from cluster.logs import set_up_logging
 from node_agent.config import ApiProcessConfig, EngineProcessConfig, NodeConfig
 from node_agent.cores import SPIN_LIMIT
 from node_agent.exit_note import clear_exit, write_exit
-from node_agent.gpu.claim import claimed_gpu
+from node_agent.gpu.claim import claimed_gpus
 from node_agent.gpu.devices import NoGpu
 from node_agent.heartbeat import Watch, heartbeat_memory
 
@@ -49,7 +49,7 @@ def run(config: NodeConfig) -> int:
     """
     set_up_logging("supervisor")
     try:
-        with claimed_gpu(config.engine) as engine:
+        with claimed_gpus(config.engine) as engine:
             _run_processes(msgspec.structs.replace(config, engine=engine))
     except NoGpu as error:
         log.error("node can't start", extra={"reason": str(error)})

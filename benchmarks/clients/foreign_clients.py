@@ -1,6 +1,8 @@
-"""Other projects' load generators, unchanged, against `garnish up`: `vllm bench serve` over eight functions; guidellm.
+"""Other projects' load generators, unchanged, against `garnish up` with each engine: `vllm bench serve` over eight
+functions; guidellm.
 
-Each is installed into a separate environment (5 GB in all, kept for the next run). A failed request fails the run.
+Each is installed into a separate environment (5 GB in all, kept for the next run). vLLM's is also the node's with
+`engine: vllm`. A failed request fails the run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tests.support.environments import PINS, TORCH, install
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 ADAPTERS = sorted((ROOT / "examples" / "adapters" / MODEL.name).glob("*/"))
 FUNCTIONS = [f"a{number}" for number in range(8)]
+ENGINES = ("garnish", "vllm")
 REQUESTS, CONCURRENCY, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 4, 32, 8
 RUN_SECONDS = 900
 
@@ -120,37 +123,48 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--environments", type=Path, default=ROOT / ".foreign-clients", metavar="DIR")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write each client's requests to DIR/CLIENT.jsonl")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     options = parser.parse_args()
     for name in PINS:
         install(name, options.environments.absolute() / name)
-    rows = measure(options.environments.absolute(), options.record)
+    environments: Path = options.environments.absolute()
+    rows = [row for engine in options.engines for row in measure(engine, environments, options.record)]
     settings = {
         "pins": [TORCH, *(pin for pins in PINS.values() for pin in pins)],
+        "engines": options.engines,
         "functions": len(FUNCTIONS),
         "requests": REQUESTS,
         "concurrency": CONCURRENCY,
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
     }
-    figures = {f"{row['client']}_{kind}": float(row[kind]) for row in rows for kind in ("completed", "failed")}
+    figures = {
+        f"{row['engine']}_{row['client']}_{kind}": float(row[kind]) for row in rows for kind in ("completed", "failed")
+    }
     publish(report("foreign_clients", settings, options.seed, rows, figures), options.json)
     if any(row["failed"] or row["completed"] != REQUESTS for row in rows):
         raise SystemExit("a request failed, or was not sent")
 
 
-def measure(environments: Path, record: Path | None) -> list[dict[str, Any]]:
-    """A row per client."""
+def measure(engine: str, environments: Path, record: Path | None) -> list[dict[str, Any]]:
+    """Returns a row per client, with a node of this engine."""
+    node = f", engine: {engine}"
+    if engine == "vllm":
+        node += f", vllm: {{python: {environments / 'vllm' / 'bin' / 'python'}, max_loras: {len(FUNCTIONS)}}}"
     adapters = [ADAPTERS[number % len(ADAPTERS)] for number in range(len(FUNCTIONS))]
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as scratch,
-        HttpService(MODEL, adapters, Path(scratch) / "service", "bfloat16", 0) as service,
+        HttpService(MODEL, adapters, Path(scratch) / "service", "bfloat16", 0, node) as service,
     ):
         for client, (environment, run) in CLIENTS.items():
             with recorded(service.url, record / f"{client}.jsonl" if record else None) as url:
                 outcome = run(Run(url, service.key, environments / environment, Path(scratch)))
-            print(f"{client}: {outcome.completed} requests, {outcome.failed} failed\n{outcome.output}", flush=True)
-            rows.append({"client": client, **outcome._asdict()})
+            print(
+                f"{engine}, {client}: {outcome.completed} requests, {outcome.failed} failed\n{outcome.output}",
+                flush=True,
+            )
+            rows.append({"engine": engine, "client": client, **outcome._asdict()})
     return rows
 
 

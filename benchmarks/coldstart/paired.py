@@ -39,6 +39,28 @@ def paired_ratio(ours: Mapping[Hashable, float], theirs: Mapping[Hashable, float
     return PairedRatio(*mean, len(logs), *middle)
 
 
+@dataclass(frozen=True)
+class PairedDifference:
+    """Median of differences, with a 95 % interval by a bootstrap over the pairs."""
+
+    median: float
+    lower: float
+    upper: float
+
+
+def paired_difference(
+    ours: Mapping[Hashable, float], theirs: Mapping[Hashable, float], seed: int
+) -> PairedDifference | None:
+    """Returns ours less theirs, over the keys that both have; None if there are none."""
+    keys = [key for key in ours if key in theirs]
+    if not keys:
+        return None
+    differences = np.array([ours[key] - theirs[key] for key in keys])
+    drawn = np.random.default_rng(seed).integers(len(differences), size=(RESAMPLES, len(differences)))
+    lower, upper = np.percentile(np.median(differences[drawn], axis=1), SHARES)
+    return PairedDifference(float(np.median(differences)), float(lower), float(upper))
+
+
 def _interval(logs: np.ndarray) -> tuple[float, float]:
     lower, upper = np.exp(np.percentile(logs, SHARES))
     return float(lower), float(upper)

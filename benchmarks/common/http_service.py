@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -48,12 +49,13 @@ class HttpService:
         prefix_cache: str = "off",
         file: str = "",
         tree: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
         `options` of `garnish up`; `registry`: empty for the default, in the state directory. What is timed must not
         depend on what was asked before, so there is no `prefix_cache` unless it is asked for. `file`: serverless.yml as
-        a whole, in place of what all these would make of it. `tree`: the checkout whose code runs."""
-        self.tree = tree
+        a whole, in place of what all these would make of it. `tree`: the checkout whose code runs. `environment`:
+        variables that the service's processes have besides this process's."""
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
@@ -67,6 +69,7 @@ class HttpService:
         )
         self.threads = threads
         self.options = options
+        self._environment = os.environ | {"PYTHONPATH": str(tree)} | dict(environment or {})
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -79,11 +82,7 @@ class HttpService:
         command += self.options
         self._log = (self.root / "up.log").open("w")
         self._process = subprocess.Popen(
-            tethered(command),
-            cwd=self.root,
-            env=os.environ | {"PYTHONPATH": str(self.tree)},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
+            tethered(command), cwd=self.root, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT
         )
         deadline = time.monotonic() + START_LIMIT
         while "\nready" not in (self.root / "up.log").read_text():

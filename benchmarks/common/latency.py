@@ -29,6 +29,8 @@ class Sample:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
+    cold_start: str = ""
+    """where the adapter was, if the server says so: none (on the device), host, disk or absent"""
 
     @property
     def ttft(self) -> float:

@@ -182,6 +182,7 @@ async def stream_events(
     None until the answer has ended: then its error, or an empty text."""
     # A redirect would carry the key elsewhere, so it counts as an error.
     async with recorded(sample), session.post(url, json=body, allow_redirects=False) as reply:
+        sample.cold_start = reply.headers.get("x-garnish-cold-start", "")
         sample.error = str(reply.status) if reply.status != 200 else await _read(reply.content, add)
 
 

@@ -77,11 +77,11 @@ def service_usage(pid: int) -> dict[str, tuple[float, int]]:
         with suppress(FileNotFoundError, ProcessLookupError):  # some live for a moment
             command = Path(f"/proc/{child}/cmdline").read_text()
             name = "gateway" if "run_gateway" in command else "node" if "run_node" in command else "other"
-            usages[name] = _sum([usages.get(name, (0.0, 0)), _usage(child)])
+            usages[name] = _sum([usages.get(name, (0.0, 0)), tree_usage(child)])
     return usages
 
 
-def _usage(pid: int) -> tuple[float, int]:
+def tree_usage(pid: int) -> tuple[float, int]:
     """Returns processor seconds and bytes of memory of a process and of all below it that live."""
     try:
         children, seconds = child_pids(pid), cpu_seconds(pid)
@@ -89,7 +89,7 @@ def _usage(pid: int) -> tuple[float, int]:
     except (FileNotFoundError, ProcessLookupError):
         return 0.0, 0
     memory = next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
-    return _sum([(seconds, memory), *map(_usage, children)])
+    return _sum([(seconds, memory), *map(tree_usage, children)])
 
 
 def _sum(usages: Iterable[tuple[float, int]]) -> tuple[float, int]:

@@ -23,6 +23,7 @@ from benchmarks.batches.tables import batches_table
 from benchmarks.coldstart.tables import default_table, remote_store_table
 from benchmarks.common.report import RESULTS, ROOT
 from benchmarks.engine.tables import engine_table, neighbours_table
+from benchmarks.engines.tables import speed_table, start_table
 from benchmarks.exactness.tables import exactness_table, rounding_table
 from benchmarks.fairness.tables import fairness_table
 from benchmarks.faults.tables import chaos_table, gone_table, restored_table
@@ -94,6 +95,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "rounding": one("rounding", rounding_table),
         "prefix-cache": one("prefix_cache", prefix_cache_table),
         "serve": each(SERVE, serve_table),
+        "engines": each(("engines",), speed_table),
         "neighbours": each(("neighbours",), neighbours_table),
         "memory": one("memory", memory_table),
         "memory-settings": one("memory", memory_settings_table),
@@ -178,6 +180,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "scheduling-measured": one("scheduling_measured", scheduling_table),
         "testbed": one("testbed", scheduling_table),
     },
+    ROOT / "docs" / "operate" / "engines.md": {"engines-start": each(("engines",), start_table)},
     ROOT / "docs" / "operate" / "autoscale.md": {"autoscale": one("autoscale", autoscale_text)},
     ROOT / "docs" / "operate" / "performance-model.md": {"perfmodel": one("perfmodel", perfmodel_table)},
 }

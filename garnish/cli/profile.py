@@ -64,11 +64,11 @@ def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
 
     Raises FrontDoorError.
     """
-    from node_agent.gpu.claim import claimed_gpu
+    from node_agent.gpu.claim import claimed_gpus
     from node_agent.gpu.devices import NoGpu
 
     try:
-        with claimed_gpu(config) as claimed:
+        with claimed_gpus(config) as claimed:
             return run_measurement(claimed, screen.progress)
     except NoGpu as error:
         raise FrontDoorError(f"the node can't be measured: {error}") from None

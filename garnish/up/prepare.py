@@ -41,10 +41,11 @@ from garnish.settings import (
     registry_of,
     resolve_base,
     secret_file_of,
+    vllm_config,
 )
 from gateway.config import GatewayConfig
 from node_agent.config import NodeConfig
-from node_agent.gpu.claim import node_gpus
+from node_agent.gpu.claim import needed_gpus, node_gpus
 from node_agent.gpu.devices import NoGpu
 
 MAX_NODES = 64
@@ -148,17 +149,21 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
 def node_count(service: ServiceFile, requested: int | None) -> int:
     """Returns the number of nodes to start on this host.
 
-    It is `requested`, or by default one for each GPU that nodes may use. Without GPUs any number may be requested, and
-    the default is one. Raises StartError.
+    It is `requested`, or by default as many as the GPUs that nodes may use suffice for. Without GPUs any number may be
+    requested, and the default is one. Raises StartError.
     """
     devices = service.node.devices
+    needed = needed_gpus(service.node.engine, vllm_config(service).arguments)
     try:
         gpus = len(node_gpus(service.node.device, None if devices == "all" else devices))
     except NoGpu as error:
         raise StartError(str(error)) from None
-    if requested is not None and 0 < gpus < requested:
-        raise StartError(f"--nodes {requested}: nodes may have {gpus} GPUs of this host, and a GPU takes one node")
-    return requested or gpus or 1
+    if 0 < gpus < needed:
+        raise StartError(f"node.vllm: a node needs {needed} GPUs, and nodes may have {gpus} GPUs of this host")
+    if requested is not None and 0 < gpus < requested * needed:
+        each = "a GPU takes one node" if needed == 1 else f"a node needs {needed}"
+        raise StartError(f"--nodes {requested}: nodes may have {gpus} GPUs of this host, and {each}")
+    return requested or gpus // needed or 1
 
 
 def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:

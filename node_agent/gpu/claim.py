@@ -1,4 +1,4 @@
-"""Claims a GPU for a node while the node's supervisor lives, so that each GPU has at most one node of the host.
+"""Claims GPUs for a node while the node's supervisor lives, so that each GPU has at most one node of the host.
 
 The claim is a listening Unix socket with an abstract name. It needs no file and no permission, and the kernel closes it
 when the process ends for any reason. A process that can't bind the name can ask which process has it. Containers with
@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -22,6 +23,7 @@ from node_agent.cores import usable_cores
 from node_agent.gpu.devices import VISIBLE, Gpu, NoGpu, list_gpus, usable_gpus
 from node_agent.gpu.numa import SYS, share_cores
 from node_agent.gpu.nvml import NvmlProblem
+from node_agent.vllm.arguments import host_gpus
 
 NAME = "\0garnish-gpu-"
 """Prefix of a claim's name, before the GPU's UUID; the first byte makes the name abstract."""
@@ -54,29 +56,32 @@ def _listed(device: str) -> list[Gpu] | None:
 
 
 @contextlib.contextmanager
-def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]:
-    """Claims the first free GPU of `node_gpus` while the context lasts, and yields the settings with it. Raises NoGpu.
+def claimed_gpus(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]:
+    """Claims the first free GPUs of `node_gpus` while the context lasts, as many as the node's engine needs. Yields the
+    settings with the first one. Raises NoGpu.
 
-    This process, and those that it starts, see this GPU alone and run on cores near it. Without a GPU the settings are
-    not changed.
+    This process, and those that it starts, see these GPUs alone and run on cores near them. Without a GPU the settings
+    are not changed.
     """
     listed = _listed(config.device)
     gpus = usable_gpus(listed, config.devices, os.environ) if listed is not None else []
     if listed is None or not gpus:
         yield config
         return
-    gpu, claim = _claim_first(gpus)
+    count = needed_gpus(config.engine, config.vllm.arguments)
+    claimed, claims = _claim(gpus, count)
     allowed, environment = os.sched_getaffinity(0), dict(os.environ)
     sharing = usable_gpus(listed, config.devices, {})  # nodes of other environments may see other GPUs
     shares = share_cores(sharing, allowed, max(1, usable_cores() // len(sharing)), sys)
-    cores = shares[gpu.uuid]
-    host_nodes = sum(1 for share in shares.values() if share & cores)
-    with claim:
-        log.info("GPU claimed", extra={"gpu": gpu.uuid, "index": gpu.index, "cores": sorted(cores)})
-        os.environ |= {VISIBLE: gpu.uuid, ORDER: "PCI_BUS_ID"}
+    cores = set[int]().union(*(shares[gpu.uuid] for gpu in claimed))
+    host_nodes = max(1, sum(1 for share in shares.values() if share & cores) // count)
+    uuids = [gpu.uuid for gpu in claimed]
+    with claims:
+        log.info("GPUs claimed", extra={"gpus": uuids, "cores": sorted(cores)})
+        os.environ |= {VISIBLE: ",".join(uuids), ORDER: "PCI_BUS_ID"}
         os.sched_setaffinity(0, cores)
         try:
-            yield replace(config, gpu=gpu.uuid, host_nodes=host_nodes)
+            yield replace(config, gpu=uuids[0], host_nodes=host_nodes)
         finally:
             os.sched_setaffinity(0, allowed)
             for name in (VISIBLE, ORDER):
@@ -84,19 +89,34 @@ def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]
                 os.environ |= {name: environment[name]} if name in environment else {}
 
 
-def _claim_first(gpus: Sequence[Gpu]) -> tuple[Gpu, socket.socket]:
-    """Claims the first of these GPUs that no node has claimed. Returns the GPU and the socket, which must stay open.
-    Raises NoGpu."""
-    for gpu in gpus:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            claim.bind(NAME + gpu.uuid)
-            claim.listen(MAX_ASKERS)
-            return gpu, claim
-        except OSError:
-            claim.close()
-    holders = ", ".join(f"GPU {gpu.index} by process {_holder(gpu) or 'unknown'}" for gpu in gpus)
-    raise NoGpu(f"all allowed GPUs are used by other nodes: {holders}; a GPU serves one node")
+def needed_gpus(engine: str, arguments: dict[str, Any]) -> int:
+    """Returns the number of GPUs of a node with this engine. `arguments`: those of vLLM."""
+    return host_gpus(arguments) if engine == "vllm" else 1
+
+
+def _claim(gpus: Sequence[Gpu], count: int) -> tuple[list[Gpu], contextlib.ExitStack]:
+    """Claims the first `count` of these GPUs that no node has claimed. Returns them, and the claims as a context, which
+    must stay open. Raises NoGpu."""
+    with contextlib.ExitStack() as claims:
+        claimed: list[Gpu] = []
+        for gpu in gpus:
+            if len(claimed) == count:
+                break
+            claim = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                claim.bind(NAME + gpu.uuid)
+                claim.listen(MAX_ASKERS)
+            except OSError:
+                continue
+            claimed.append(gpu)
+        if len(claimed) == count:
+            return claimed, claims.pop_all()
+        missing = [gpu for gpu in gpus if gpu not in claimed]
+        holders = ", ".join(f"GPU {gpu.index} by process {_holder(gpu) or 'unknown'}" for gpu in missing)
+    if count == 1:
+        raise NoGpu(f"all allowed GPUs are used by other nodes: {holders}; a GPU serves one node")
+    rest = f"; other nodes have {holders}" if holders else ""
+    raise NoGpu(f"the node needs {count} GPUs, and may have {len(claimed)} of this host{rest}")
 
 
 def _holder(gpu: Gpu) -> int | None:

@@ -32,7 +32,7 @@ REFUSED = {
 """Arguments that would break a promise of the service, each with the reason."""
 AUTO = "auto"
 """Value of `max_loras` for as many slots as fit (node_agent.vllm.memory)."""
-COUNTS = ("max_loras", "max_lora_rank", "max_num_seqs", "tensor_parallel_size")
+COUNTS = ("max_loras", "max_lora_rank", "max_num_seqs", "tensor_parallel_size", "pipeline_parallel_size", "nnodes")
 """Arguments that are whole numbers above 0."""
 VERSIONS = ("0.32", "0.33")
 """Versions of vLLM whose functions the node calls as they are there."""
@@ -61,6 +61,12 @@ def check_arguments(stated: dict[str, Any]) -> str:
     if stated.get("max_lora_rank", RANKS[0]) not in RANKS:
         return f"max_lora_rank: {stated['max_lora_rank']} is none of {', '.join(map(str, RANKS))}"
     return ""
+
+
+def host_gpus(stated: dict[str, Any]) -> int:
+    """Returns the number of this host's GPUs that vLLM computes on, by checked arguments."""
+    ranks = stated.get("tensor_parallel_size", 1) * stated.get("pipeline_parallel_size", 1)
+    return max(1, int(ranks // stated.get("nnodes", 1)))
 
 
 def check_version(version: str, any_version: bool) -> None:

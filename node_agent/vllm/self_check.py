@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-from node_agent.vllm.driver import AsyncEngine
+from node_agent.vllm.driver import CANCEL_S, AsyncEngine
 from node_agent.vllm.engine import VllmTypes
 from node_agent.vllm.worker_extension import FILL_METHOD, START_METHOD
 
@@ -17,15 +17,16 @@ FIRST_NUMBER = 1 << 30
 """Number of the first adapter of the check. Adapters of requests have smaller ones."""
 PROMPT_TOKENS, NEW_TOKENS = 12, 6
 BESIDE_TOKENS = 64
-"""Tokens of the adapters' requests: enough for them to run as long as the base model's request."""
+"""Maximum tokens of the adapters' requests, which are cancelled once the base model's request has ended."""
 TOP = 5
 UNLIKE = 1000.0
 """Difference of scores that have nothing in common."""
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 """Largest difference of a log probability that rounding causes, by data type."""
 
-Scores = Sequence[tuple[int, Mapping[int, float]]]
-"""Each generated token, and the log probabilities of the likeliest tokens at its place."""
+Score = tuple[int, Mapping[int, float]]
+"""A generated token, and the log probabilities of the likeliest tokens at its place."""
+Scores = Sequence[Score]
 
 log = logging.getLogger("garnish.engine")
 
@@ -69,10 +70,12 @@ class _Check:
         self._engine, self._types = engine, types
         self._prompt = [(11 + 37 * at) % vocab_size for at in range(PROMPT_TOKENS)]
 
-    async def score(
-        self, name: str, number: int | None, tokens: int, began: asyncio.Event | None = None
-    ) -> list[tuple[int, dict[int, float]]]:
-        """Returns the scores of one request. `began` is set at its first token."""
+    async def score(self, name: str, number: int | None, tokens: int) -> Scores:
+        """Returns the scores of one request."""
+        return [score async for score in self._scores(name, number, tokens)]
+
+    async def _scores(self, name: str, number: int | None, tokens: int) -> AsyncIterator[Score]:
+        """Yields the scores of one request as they come."""
         parameters = {
             "max_tokens": tokens,
             "temperature": 0.0,
@@ -81,34 +84,57 @@ class _Check:
             "detokenize": False,
         }
         adapter = None if number is None else self._types.adapter(f"garnish-check-{number}", number, Path("/none"))
-        scores: list[tuple[int, dict[int, float]]] = []
         prompt = self._types.prompt(self._prompt, f"garnish-check-{name}")
         async for output in self._engine.generate(
             prompt, self._types.parameters(parameters, ()), f"garnish-check-{name}", lora_request=adapter
         ):
             (only,) = output.outputs
             for token, tops in zip(only.token_ids, only.logprobs, strict=True):
-                scores.append((token, {each: entry.logprob for each, entry in tops.items()}))
-            if began is not None:
-                began.set()
-        return scores
+                yield token, {each: entry.logprob for each, entry in tops.items()}
 
     async def score_beside(self, numbers: set[int]) -> tuple[Scores, list[Scores]]:
-        """Returns the base model's scores while requests of these adapters run, and those requests' own."""
-        began = {number: asyncio.Event() for number in numbers}
-        tasks = [
-            asyncio.create_task(self.score(f"beside-{number}", number, BESIDE_TOKENS, began[number]))
-            for number in numbers
-        ]
-        waits = [asyncio.create_task(event.wait()) for event in began.values()]
+        """Returns the base model's scores while requests of these adapters run, and those requests' own up to then."""
+        running = [_Running(self._scores(f"beside-{number}", number, BESIDE_TOKENS)) for number in numbers]
         try:
-            for wait in waits:  # or until a request has failed
-                await asyncio.wait([wait, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for each in running:
+                await each.wait_for_token()
             base = await self.score("beside", None, NEW_TOKENS)
-            return base, list(await asyncio.gather(*tasks))
+            for each in running:
+                each.check()
+            return base, [each.scores for each in running]
         finally:
-            for task in [*waits, *tasks]:
-                task.cancel()
+            for each in running:
+                await each.cancel()
+
+
+class _Running:
+    """A request whose scores are collected while others run."""
+
+    def __init__(self, source: AsyncIterator[Score]) -> None:
+        self.scores: list[Score] = []
+        self._source, self._began = source, asyncio.Event()
+        self._task = asyncio.create_task(self._collect())
+
+    async def _collect(self) -> None:
+        async for score in self._source:
+            self.scores.append(score)
+            self._began.set()
+
+    async def wait_for_token(self) -> None:
+        """Returns at the first token, or when the request has ended."""
+        wait = asyncio.create_task(self._began.wait())
+        await asyncio.wait([wait, self._task], return_when=asyncio.FIRST_COMPLETED)
+        wait.cancel()
+
+    def check(self) -> None:
+        """Raises what the request has failed with."""
+        if self._task.done():
+            self._task.result()
+
+    async def cancel(self) -> None:
+        """Ends the request, if vLLM answers within CANCEL_S seconds."""
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=CANCEL_S)
 
 
 def difference(first: Scores, second: Scores) -> float:

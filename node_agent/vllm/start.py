@@ -39,6 +39,7 @@ class Start:
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_version(vllm.__version__, self._config.vllm.any_version)
@@ -49,7 +50,10 @@ class Start:
             arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
         log.info("device memory is planned", extra={"plan": str(self.memory)})
         engine: AsyncEngine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), stat_loggers=list(self._stat_loggers)
+            AsyncEngineArgs(**arguments),
+            # vLLM's defaults for batches depend on the caller; without its name they are those of a small GPU.
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            stat_loggers=list(self._stat_loggers),
         )
         return engine
 

@@ -18,6 +18,7 @@ IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
     "test_coldstart_default.py": ("test_table", "test_all_services_get_the_same_calls"),
     "test_coldstart_gpu.py": ("test_every_part_runs_and_one_that_fails_is_named",),
     "test_engine_tables.py": ("test_neighbours",),
+    "test_engines_study.py": ALL,
     "test_eviction_study.py": ("test_quick_run",),
     "test_forecast_study.py": ("test_quick_run",),
     "test_front_page.py": ALL,

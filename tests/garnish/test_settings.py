@@ -136,6 +136,9 @@ def test_hugging_face_id_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         resolve_base(load_service_file(file))
 
 
+SHARDED = "{engine: vllm, vllm: {tensor_parallel_size: 2}}"
+
+
 def written(folder: Path, node: str) -> ServiceFile:
     file = folder / "serverless.yml"
     file.write_text(f"service: s\nbase_model: ./m\nnode: {node}\n")
@@ -172,6 +175,28 @@ def test_more_nodes_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(prepare, "node_gpus", lambda device, devices: [Gpu(index=0, uuid="GPU-0")])
     with pytest.raises(StartError, match="--nodes 2: nodes may have 1 GPUs of this host, and a GPU takes one node"):
         node_count(written(tmp_path, "{devices: [0]}"), 2)
+
+
+@pytest.mark.parametrize(("gpus", "asked", "nodes"), [(4, None, 2), (5, None, 2), (4, 2, 2), (0, None, 1), (0, 3, 3)])
+def test_a_node_of_two_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, asked: int | None, nodes: int
+) -> None:
+    found = [Gpu(index=index, uuid=f"GPU-{index}") for index in range(gpus)]
+    monkeypatch.setattr(prepare, "node_gpus", lambda device, devices: found)
+    assert node_count(written(tmp_path, SHARDED), asked) == nodes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "said"),
+    [(1, None, "a node needs 2 GPUs, and nodes may have 1 GPUs"), (3, 2, "--nodes 2: .* 3 GPUs .* a node needs 2")],
+)
+def test_too_few_gpus_for_a_node_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, asked: int | None, said: str
+) -> None:
+    found = [Gpu(index=index, uuid=f"GPU-{index}") for index in range(gpus)]
+    monkeypatch.setattr(prepare, "node_gpus", lambda device, devices: found)
+    with pytest.raises(StartError, match=said):
+        node_count(written(tmp_path, SHARDED), asked)
 
 
 def test_gpus_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

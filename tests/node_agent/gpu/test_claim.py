@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from node_agent.config import EngineConfig
+from node_agent.config import EngineConfig, VllmConfig
 from node_agent.gpu import claim as claims
-from node_agent.gpu.claim import claimed_gpu, node_gpus
+from node_agent.gpu.claim import claimed_gpus, node_gpus
 from node_agent.gpu.devices import NoGpu, expected_link, list_gpus
 from node_agent.gpu.nvml import NvmlProblem
 from tests.node_agent.gpu.conftest import MakeNvml
@@ -45,14 +46,36 @@ def test_each_node_gets_a_gpu_and_no_gpu_gets_two(three: FakeNvml) -> None:
     cores = os.sched_getaffinity(0)
     with ExitStack() as nodes:
         for number in range(3):
-            assert nodes.enter_context(claimed_gpu(CONFIG)).gpu == f"GPU-{number}"
+            assert nodes.enter_context(claimed_gpus(CONFIG)).gpu == f"GPU-{number}"
             assert os.environ.pop("CUDA_VISIBLE_DEVICES") == f"GPU-{number}"  # as a node started elsewhere
             assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-        with pytest.raises(NoGpu, match=f"GPU 1 by process {os.getpid()}"), claimed_gpu(CONFIG):
+        with pytest.raises(NoGpu, match=f"GPU 1 by process {os.getpid()}"), claimed_gpus(CONFIG):
             pass
     assert os.sched_getaffinity(0) == cores and "CUDA_VISIBLE_DEVICES" not in os.environ
-    with claimed_gpu(CONFIG) as again:
+    with claimed_gpus(CONFIG) as again:
         assert again.gpu == "GPU-0"
+
+
+def sharded(size: int) -> EngineConfig:
+    arguments = {"tensor_parallel_size": size}
+    return replace(CONFIG, engine="vllm", vllm=VllmConfig(arguments=arguments))
+
+
+def test_a_sharded_node_gets_all_its_gpus_or_none(three: FakeNvml) -> None:
+    cores = os.sched_getaffinity(0)
+    with claimed_gpus(sharded(2)) as config:
+        assert config.gpu == "GPU-0"
+        assert os.environ.pop("CUDA_VISIBLE_DEVICES") == "GPU-0,GPU-1"
+        refused = f"needs 2 GPUs, and may have 1 of this host; other nodes have GPU 0 by process {os.getpid()}, GPU 1"
+        with pytest.raises(NoGpu, match=refused), claimed_gpus(sharded(2)):
+            pass
+        with claimed_gpus(CONFIG) as single:
+            assert single.gpu == "GPU-2", "the refused node has left it free"
+    assert os.sched_getaffinity(0) == cores
+    with pytest.raises(NoGpu, match=r"needs 4 GPUs, and may have 3 of this host$"), claimed_gpus(sharded(4)):
+        pass
+    with claimed_gpus(replace(sharded(2), engine="garnish")):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0"
 
 
 def test_a_claim_ends_with_its_process(three: FakeNvml) -> None:
@@ -65,14 +88,14 @@ def test_a_claim_ends_with_its_process(three: FakeNvml) -> None:
     command = [sys.executable, "-c", hold, (claims.NAME + "GPU-0")[1:]]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with claimed_gpu(CONFIG) as config:
+        with claimed_gpus(CONFIG) as config:
             assert config.gpu == "GPU-1"
         only = EngineConfig(model_dir="", base_id="b", registry="", devices=(0,))
-        with pytest.raises(NoGpu, match=f"GPU 0 by process {other.pid}; a GPU serves one node"), claimed_gpu(only):
+        with pytest.raises(NoGpu, match=f"GPU 0 by process {other.pid}; a GPU serves one node"), claimed_gpus(only):
             pass
         other.kill()
         other.wait()
-        with claimed_gpu(only) as config:
+        with claimed_gpus(only) as config:
             assert config.gpu == "GPU-0"
 
 
@@ -83,7 +106,7 @@ def test_cores_near_the_gpu_are_the_node_s(three: FakeNvml, tmp_path: Path) -> N
     (tmp_path / "bus/pci/devices/0000:10:00.0").mkdir(parents=True)
     (tmp_path / "bus/pci/devices/0000:10:00.0/numa_node").write_text("1")
     only = EngineConfig(model_dir="", base_id="b", registry="", devices=(0,), host_nodes=5)
-    with claimed_gpu(only, tmp_path) as config:
+    with claimed_gpus(only, tmp_path) as config:
         assert os.sched_getaffinity(0) == {cores[-1]} and config.host_nodes == 1
 
 
@@ -119,17 +142,17 @@ def test_a_gpu_that_is_not_there_is_named(three: FakeNvml) -> None:
 
 def test_a_gpu_that_has_failed_is_passed_over(three: FakeNvml) -> None:
     three.set("nvmlDeviceGetHandleByIndex_v2", value=0b101)
-    with claimed_gpu(CONFIG) as config:
+    with claimed_gpus(CONFIG) as config:
         assert config.gpu == "GPU-1"
     three.set("nvmlDeviceGetHandleByIndex_v2", value=0b111)
-    with pytest.raises(NoGpu, match="GPU 2 can't be used: it is lost"), claimed_gpu(CONFIG):
+    with pytest.raises(NoGpu, match="GPU 2 can't be used: it is lost"), claimed_gpus(CONFIG):
         pass
 
 
 def test_a_gpu_that_this_process_may_not_use_is_passed_over(three: FakeNvml) -> None:
     """As where a container or a batch system gives it some of the host's GPUs: NVML counts all."""
     three.set("nvmlDeviceGetHandleByIndex_v2", value=0b101 << 32)
-    with claimed_gpu(CONFIG) as config:
+    with claimed_gpus(CONFIG) as config:
         assert config.gpu == "GPU-1"
     with pytest.raises(NoGpu, match="GPU 2 can't be used: it can't be read"):
         node_gpus("auto", (2,))
@@ -146,7 +169,7 @@ def test_nvml_that_fails_keeps_no_node_from_starting(
     three: FakeNvml, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     three.set(name, code=999)
-    with claimed_gpu(CONFIG) as config:
+    with claimed_gpus(CONFIG) as config:
         assert config is CONFIG
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -169,7 +192,7 @@ def test_what_the_link_to_a_gpu_should_carry(three: FakeNvml) -> None:
 
 def test_a_host_without_nvml_has_cpu_nodes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with claimed_gpu(CONFIG) as config:
+    with claimed_gpus(CONFIG) as config:
         assert config is CONFIG
     assert not caplog.records
     with pytest.raises(NoGpu, match=r"there is no GPU 1 on this host; it has 0"):

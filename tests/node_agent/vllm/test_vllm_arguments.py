@@ -14,7 +14,7 @@ from cluster.messages import GenerateRequest, Sampling
 from node_agent.config import EngineConfig, VllmConfig
 from node_agent.engine.intake import request_of
 from node_agent.vllm import worker_extension
-from node_agent.vllm.arguments import REFUSED, check_arguments, check_version, engine_arguments
+from node_agent.vllm.arguments import REFUSED, check_arguments, check_version, engine_arguments, host_gpus
 from node_agent.vllm.sampling import seed_of, top_of, vllm_parameters
 
 CONFIG = EngineConfig(model_dir="/models/base", base_id="base", registry="/r", engine="vllm")
@@ -128,3 +128,17 @@ def test_log_probabilities_are_the_likeliest_in_order() -> None:
     found = top_of(90, entries, 2)
     assert (found.logprob, found.rank, found.top) == (-77, 77, [(10, -1), (40, -2)])
     assert top_of(10, entries, 0).top == []
+
+
+@pytest.mark.parametrize(
+    ("stated", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 4}, 4),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4),
+        ({"tensor_parallel_size": 4, "nnodes": 2}, 2),
+        ({"nnodes": 2}, 1),
+    ],
+)
+def test_gpus_of_this_host(stated: dict[str, Any], gpus: int) -> None:
+    assert host_gpus(stated) == gpus
