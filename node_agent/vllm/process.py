@@ -37,6 +37,8 @@ from node_agent.vllm.arguments import check_version, engine_arguments
 from node_agent.vllm.driver import AsyncEngine, Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
 from node_agent.vllm.folders import FolderTier
+from node_agent.vllm.measuring.idle import VllmIdleMeasurement
+from node_agent.vllm.measuring.setup import Conditions, use_performance
 from node_agent.vllm.self_check import TOLERANCES, check_rows
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
 
@@ -111,9 +113,18 @@ def kill_vllm() -> None:
         child.kill()
 
 
-def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
-    """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
-    settings."""
+def conditions_of(base: BaseModel, settings: Any, arguments: dict[str, Any]) -> Conditions:
+    """Returns what a measurement of this vLLM depends on. `settings`: as vLLM completed them."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    device = "" if current_platform.is_cpu() else current_platform.get_device_name()
+    return Conditions(base, dtype_of(settings), device, vllm.__version__, arguments)
+
+
+def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready, Conditions]:
+    """Starts vLLM, and returns the engine, the first message of its connection, and what a measurement of it depends
+    on. Raises ValueError or OSError on bad settings."""
     arguments = engine_arguments(config)
     registry = open_store(config.registry)
     base = find_base(Path(config.model_dir), config.base_id, registry)
@@ -168,7 +179,7 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]
         adapter_itemsize=ITEM_BYTES[dtype],
         takes_wants=engine.limits.prefetch_waste is not None,
     )
-    return engine, ready
+    return engine, ready, conditions_of(base, settings, arguments)
 
 
 def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
@@ -176,24 +187,32 @@ def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:
     return sum(sum(module.widths) for module in base.modules.adaptable.values()) * max_rank * itemsize
 
 
+def set_environment(config: EngineConfig) -> None:
+    """Sets the environment variables that vLLM reads."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if config.vllm.arguments.get("nnodes", 1) == 1:
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
+
+
 def main() -> int:
     config = start_process()
     wake = WakeUp()
     stop = StopRequest(wake)
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if config.engine.vllm.arguments.get("nnodes", 1) == 1:
-        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
+    set_environment(config.engine)
     try:
-        engine, ready = build_engine(config.engine, wake)
+        engine, ready, conditions = build_engine(config.engine, wake)
     except Exception as error:  # any error: the node shows it as the reason why it can't start
         log_failed_start(error)
         kill_vllm()
         return 1
     stop.listen()  # not earlier, since vLLM sets handlers while it starts
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
+    idle = None
+    if not use_performance(engine, config.engine, conditions):
+        idle = VllmIdleMeasurement(engine, config.engine, conditions)
     try:
-        Loop(engine, ready, wake, lambda: stop.received).run(config.socket, config.heartbeat)
+        Loop(engine, ready, wake, lambda: stop.received, idle).run(config.socket, config.heartbeat)
     except VllmDied as error:
         log.error("vLLM has ended", extra={"reason": str(error)})
         kill_vllm()  # a process that stands still would not end by itself
