@@ -125,14 +125,14 @@ class Bench:
                 self._until(partial(_have_ended, [filler]))
         blocker = self._start(PlannedRow(0, 1, None), 1) if len(case.rows) > 1 else None
         rows = [self._start(plan, 1, salt) for plan in case.rows]
-        self._until(partial(_have_ended, rows))
-        if len({row.made[0] for row in rows}) != 1:
-            return  # they were computed in several passes
-        end, begin = rows[0].made[0], max(row.scheduled for row in rows)
-        assert end is not None
-        if blocker is not None and blocker.made and blocker.made[0] is not None:
+        self._until(partial(_have_ended, rows if blocker is None else [blocker, *rows]))
+        if blocker is not None and blocker.made[:1] == rows[0].made[:1]:
+            rows.append(blocker)  # it was computed in their pass
+        ends, begin = {row.made[0] for row in rows}, max(row.scheduled for row in rows)
+        if blocker is not None and blocker not in rows and blocker.made[0] is not None:
             begin = max(begin, blocker.made[0])
-        if end > begin:
+        end = ends.pop()
+        if end is not None and end > begin and not ends:  # otherwise they were computed in several passes
             chunks = tuple((row.cached, row.plan.context + row.plan.length, row.rank) for row in rows)
             self.runs.prefill.setdefault(case, []).append(PrefillRun(chunks, end - begin))
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cluster.performance_file import PerformanceProfile
 from cluster.performance_fit import MAX_ERROR_IDLE
 from node_agent.config import EngineConfig
 from node_agent.cores import CoreTimes, core_times
-from node_agent.performance.cases import IDLE
+from node_agent.performance import cases
 from node_agent.performance.idle_base import FASTEST, Fits, IdleMeasurementBase
 from node_agent.performance.repeats import passes
 from node_agent.vllm.engine import VllmEngine
@@ -23,6 +24,8 @@ from node_agent.vllm.measuring.cases import GrowingBatch, PromptPass, Room, grow
 from node_agent.vllm.measuring.samples import Runs, fit_runs
 from node_agent.vllm.measuring.setup import Conditions, dummy_folders, profile_of, publish
 
+IDLE = replace(cases.IDLE, tokens=(16, 32, 48, 64, 96, 128, 192, 256))
+"""More prompt lengths, since ranks that are padded alike make no difference between passes."""
 SLICE_S = 2.0
 """Seconds after which a slice begins no further case."""
 

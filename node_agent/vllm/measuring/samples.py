@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TypeVar
@@ -103,25 +103,47 @@ def fit_runs(runs: Runs, cases: int, max_rank: int, max_error: float, fastest: f
     """
     if len(runs.decode) + len(runs.prefill) < cases / 2:
         raise SweepTooSlow(f"{len(runs.decode) + len(runs.prefill)} of {cases} cases used up the time limit")
-    # contexts differ slightly between repeats of a case, which are to count as one configuration
-    steps = [
+    prompts = [run for of_case in counted(runs.prefill, fastest) for run in of_case]
+    decode = decode_fits(same_contexts(runs, fastest), max_rank, max_error)
+    prefill = prefill_fits(prompts, max_rank, max_error)
+    return (
+        _best(decode, lambda fit: min(fit.heldout_by_term.values())),
+        _best(prefill, lambda fit: fit.quality.heldout_median_error),
+    )
+
+
+def same_contexts(runs: Runs, fastest: float) -> list[DecodeRun]:
+    """Returns the runs of decode steps that count. Repeats of a case have their mean contexts, so that they are one
+    configuration: batches grow by slightly different steps."""
+    return [
         replace(run, contexts=round(fmean(each.contexts for each in of_case)))
         for of_case in counted(runs.decode, fastest)
         for run in of_case
     ]
-    prompts = [run for of_case in counted(runs.prefill, fastest) for run in of_case]
-    return _decode_fit(steps, max_rank, max_error), _prefill_fit(prompts, max_rank, max_error)
 
 
-def decode_fits(steps: Sequence[DecodeRun], max_rank: int, max_error: float) -> dict[int, DecodeFit | BadFit]:
+def decode_fits(steps: Sequence[DecodeRun], max_rank: int, max_error: float) -> dict[int, DecodeFit | ValueError]:
     """Returns the fit, or why there is none, by `padded_rank`."""
-    fits: dict[int, DecodeFit | BadFit] = {}
+    fits: dict[int, DecodeFit | ValueError] = {}
     for padded_rank in (max_rank, 0):
         try:
             fit = fit_decode([run.sample(padded_rank) for run in steps], max_error)
             model = msgspec.structs.replace(fit.model, padded_rank=padded_rank)
             fits[padded_rank] = msgspec.structs.replace(fit, model=model)
-        except BadFit as error:
+        except (BadFit, BadSample) as error:
+            fits[padded_rank] = error
+    return fits
+
+
+def prefill_fits(prompts: Sequence[PrefillRun], max_rank: int, max_error: float) -> dict[int, PrefillFit | ValueError]:
+    """Same as `decode_fits`, for passes over prompts."""
+    fits: dict[int, PrefillFit | ValueError] = {}
+    for padded_rank in (max_rank, 0):
+        try:
+            fit = fit_prefill([run.sample(padded_rank) for run in prompts], max_error)
+            model = msgspec.structs.replace(fit.model, padded_rank=padded_rank)
+            fits[padded_rank] = msgspec.structs.replace(fit, model=model)
+        except (BadFit, BadSample) as error:
             fits[padded_rank] = error
     return fits
 
@@ -137,23 +159,17 @@ def fit_loads(loads: Sequence[TransferSample]) -> Transfer:
         return Transfer(median(load.seconds for load in loads), ASSUMED.to_device.bandwidth)
 
 
-def _decode_fit(steps: Sequence[DecodeRun], max_rank: int, max_error: float) -> DecodeFit:
-    fits = decode_fits(steps, max_rank, max_error)
-    good = [fit for fit in fits.values() if isinstance(fit, DecodeFit)]
-    if not good:
-        raise min((fit for fit in fits.values() if isinstance(fit, BadFit)), key=lambda error: -error.r2)
-    return min(good, key=lambda fit: min(fit.heldout_by_term.values()))
+Fit = TypeVar("Fit", DecodeFit, PrefillFit)
 
 
-def _prefill_fit(prompts: Sequence[PrefillRun], max_rank: int, max_error: float) -> PrefillFit:
-    good, bad = list[PrefillFit](), list[BadFit]()
-    for padded_rank in (max_rank, 0):
-        try:
-            fit = fit_prefill([run.sample(padded_rank) for run in prompts], max_error)
-            model = msgspec.structs.replace(fit.model, padded_rank=padded_rank)
-            good.append(msgspec.structs.replace(fit, model=model))
-        except BadFit as error:
-            bad.append(error)
+def _best(fits: Mapping[int, Fit | ValueError], error_of: Callable[[Fit], float]) -> Fit:
+    """Returns the fit with the smallest held-out error. Raises why there is none: a BadFit or a BadSample."""
+    good, bad = list[Fit](), list[ValueError]()
+    for fit in fits.values():
+        if isinstance(fit, ValueError):
+            bad.append(fit)
+        else:
+            good.append(fit)
     if not good:
-        raise max(bad, key=lambda error: error.r2)
-    return min(good, key=lambda fit: fit.quality.heldout_median_error)
+        raise bad[0]
+    return min(good, key=error_of)

@@ -33,9 +33,9 @@ from node_agent.performance.setup import (
     exposed_share,
     measure_performance,
     model_key,
-    performance_file,
     use_performance,
 )
+from node_agent.performance.stored import performance_file
 from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.runner.products import Products
 from node_agent.types import StepOutput
