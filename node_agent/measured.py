@@ -6,7 +6,6 @@ from __future__ import annotations
 import msgspec
 
 from cluster.performance_file import PerformanceProfile
-from node_agent.coldstart.profile import Profile
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -26,6 +25,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
     """Message with the results."""
 
-    cold_start: Profile | None
-    """None: the engine has no layer-wise cold starts"""
+    cold_start: msgspec.Struct | None
+    """A node_agent.coldstart.profile.Profile; None: the engine has no layer-wise cold starts."""
     performance: PerformanceProfile

@@ -33,7 +33,8 @@ from node_agent.engine.loop import Engine
 from node_agent.gpu.devices import expected_link
 from node_agent.performance.cases import LONG, RANKS, grid_cases
 from node_agent.performance.drift import Drift
-from node_agent.performance.links import measure_store, store_transfer
+from node_agent.performance.links import measure_store
+from node_agent.performance.reads import store_transfer
 from node_agent.performance.repeats import Progress
 from node_agent.performance.stored import stored_performance
 from node_agent.performance.sweep import TARGETS, Bench, Sweep, all_cases, bench

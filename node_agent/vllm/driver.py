@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from node_agent.vllm.worker_extension import ADAPTERS_METHOD, WorkerAdapters
@@ -80,7 +80,7 @@ class AdapterLoaded:
 
     number: int
     failure: str = ""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     """how long it took"""
 
 

@@ -29,6 +29,7 @@ from node_agent.vllm.driver import (
     RequestFailed,
     WorkerReports,
 )
+from node_agent.vllm.observed import ObservedSteps
 from node_agent.vllm.sampling import top_of, vllm_parameters
 from node_agent.vllm.slots import SlotStore
 from node_agent.vllm.watch import Watch
@@ -78,6 +79,7 @@ class VllmEngine(EngineBase):
         self._requests: dict[str, Request] = {}
         """requests by their id in vLLM"""
         self._submissions = 0
+        self._observed = ObservedSteps(self._requests, limits.chunk_tokens)
 
     def close(self) -> None:
         """Ends vLLM's processes, and frees the adapters' folders."""
@@ -174,6 +176,7 @@ class VllmEngine(EngineBase):
         request = self._requests.get(output.id)
         if request is None:
             return  # it ended here first
+        self._observed.take(self.drift, output)
         if not request.first_token:
             request.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None and not request.scored:

@@ -85,9 +85,10 @@ class Runs:
 
 
 T = TypeVar("T", DecodeRun, PrefillRun)
+Case = TypeVar("Case")
 
 
-def counted(runs: Mapping[object, Sequence[T]], fastest: float) -> Iterable[list[T]]:
+def counted(runs: Mapping[Case, list[T]], fastest: float) -> Iterable[list[T]]:
     """Returns the runs of each case that count: its `fastest` share, without the first unless it is the only one."""
     for of_case in runs.values():
         later = sorted(of_case[1:] or of_case, key=lambda run: run.seconds)

@@ -20,7 +20,7 @@ from cluster.performance_model import ModelKey
 from node_agent.config import EngineConfig
 from node_agent.cores import cpu_name, usable_cores
 from node_agent.performance.drift import Drift
-from node_agent.performance.links import store_transfer
+from node_agent.performance.reads import store_transfer
 from node_agent.performance.stored import stored_performance
 from node_agent.vllm.engine import VllmEngine
 from node_agent.vllm.measuring.dummies import DummyFolders

@@ -6,11 +6,13 @@ import time
 
 from msgspec.structs import replace
 
+from adapters.blobs import blob_key
+from adapters.open_store import open_store
 from cluster.performance_file import PerformanceProfile
 from cluster.performance_fit import MAX_ERROR
 from node_agent.config import EngineConfig
 from node_agent.performance.cases import LONG, Effort
-from node_agent.performance.links import measure_store
+from node_agent.performance.reads import LOOKED_AT, measure_reads
 from node_agent.performance.repeats import Progress, passes
 from node_agent.vllm.engine import VllmEngine
 from node_agent.vllm.measuring.bench import bench, room_of
@@ -31,7 +33,8 @@ def measure_performance(
     runs, cases = run_cases(engine, conditions, LONG, LONG_BUDGET, progress)
     fits = fit_runs(runs, cases, engine.store.limits.max_rank, MAX_ERROR, 1.0)
     progress("measuring reads from the store", 0.0)
-    from_store = measure_store(config, conditions.base) if conditions.base.has_artifacts else None
+    objects = open_store(config.registry)
+    from_store = measure_reads(objects, objects.list(blob_key(""), limit=LOOKED_AT))
     return replace(profile_of(conditions, *fits, runs.loads), from_store=from_store, thorough=True)
 
 

@@ -28,7 +28,8 @@ from node_agent.performance import idle as idle_module
 from node_agent.performance import setup, sweep
 from node_agent.performance.cases import IDLE
 from node_agent.performance.idle import IdleMeasurement
-from node_agent.performance.links import measure_store, store_transfer
+from node_agent.performance.links import measure_store
+from node_agent.performance.reads import store_transfer
 from node_agent.performance.setup import (
     exposed_share,
     measure_performance,

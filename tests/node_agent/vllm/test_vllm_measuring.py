@@ -235,5 +235,42 @@ def test_loads_that_do_not_grow_with_the_size_are_a_latency() -> None:
     assert flat.latency == 0.04
 
 
+def test_forecasts_follow_the_times_of_calls(world: SteppingWorld, base: BaseModel, tmp_path: Path) -> None:
+    """Without calls there is nothing to compare; then vLLM becomes slower by a fifth."""
+    measure_to_the_end(measurement(world, base, tmp_path))
+    drift = world.engine.drift
+    assert drift is not None and drift.forecast_ratio is None
+    adapter = put_adapter(world.objects, 1)
+
+    def call() -> None:
+        for name in "abc":
+            world.engine.submit(
+                GenerateRequest(name, "", "v", [1] * 9, 40, Sampling(0.0), SECONDS, adapter, ignore_eos=True)
+            )
+        world.run()
+
+    call()
+    assert drift.forecast_ratio == pytest.approx(1.0, abs=0.02)
+    for name in ("base", "per_row", "per_context", "per_rank"):
+        world.vllm.decode = structs.replace(world.vllm.decode, **{name: getattr(DECODE, name) * 1.2})
+    for _ in range(5):
+        call()
+    assert drift.published.decode.base == pytest.approx(DECODE.base * 1.2, rel=0.03)
+    assert drift.published.decode.padded_rank == MAX_RANK
+    assert drift.published.prefill == drift.measured.prefill, "no prompt was alone"
+    assert drift.forecast_ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_prompt_alone_is_compared(world: SteppingWorld, base: BaseModel, tmp_path: Path) -> None:
+    measure_to_the_end(measurement(world, base, tmp_path))
+    drift = world.engine.drift
+    assert drift is not None
+    world.vllm.prefill = structs.replace(PREFILL, base=PREFILL.base * 3)
+    for at in range(40):
+        world.engine.submit(GenerateRequest(f"call-{at}", "", "v", [1] * 9, 1, Sampling(0.0), SECONDS, ignore_eos=True))
+        world.run()
+    assert drift.published.prefill.base > 1.05 * PREFILL.base
+
+
 def test_the_time_of_living_children_counts() -> None:
     assert seconds_of_children(1) > 0
