@@ -34,22 +34,22 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         vllm=VllmConfig(str(options.python), stated), dtype=options.dtype, host_memory=1 << 30,
     )  # fmt: skip
     probe = ContentionProbe()
-    found = _measured(Job(os.getpid(), engine, effort, options.budget), options.python)
-    decode, prefill = (_best(found[kind]) for kind in ("decode", "prefill"))
-    errors = {kind: {form: _error(fit) for form, fit in found[kind].items()} for kind in ("decode", "prefill")}
+    fitted = _measured(Job(os.getpid(), engine, effort, options.budget), options.python)
+    decode, prefill = (_best(fitted[kind]) for kind in ("decode", "prefill"))
+    errors = {kind: {form: _error(fit) for form, fit in fitted[kind].items()} for kind in ("decode", "prefill")}
     qualities = {"decode": decode["quality"], "prefill": prefill["quality"]}
     figures = {
         **{f"r2_{kind}": quality["r2"] for kind, quality in qualities.items()},
         **{f"heldout_median_error_{kind}": quality["heldout_median_error"] for kind, quality in qualities.items()},
         **{f"set_aside_{kind}": quality["set_aside"] for kind, quality in qualities.items()},
-        "load_latency_ms": found["to_device"]["latency"] * 1e3,
-        "load_gb_per_s": found["to_device"]["bandwidth"] / 1e9,
-        "rounds": found["rounds"],
+        "load_latency_ms": fitted["to_device"]["latency"] * 1e3,
+        "load_gb_per_s": fitted["to_device"]["bandwidth"] / 1e9,
+        "rounds": fitted["rounds"],
         **probe.values(),
     }
     rows = [
         {"kind": "model", "decode": decode["model"], "prefill": prefill["model"], "errors_by_padded_rank": errors,
-         "heldout_by_term": decode["heldout_by_term"], "key": found["key"]},
+         "heldout_by_term": decode["heldout_by_term"], "key": fitted["key"]},
         *({"kind": kind, "measured_ms": a * 1e3, "forecast_ms": b * 1e3}
           for kind, quality in qualities.items() for a, b in quality["residuals"]),
     ]  # fmt: skip

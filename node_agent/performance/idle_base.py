@@ -37,7 +37,7 @@ log = logging.getLogger("garnish.engine")
 
 
 class MeasurementFailed(RuntimeError):
-    """Raised when an attempt can't go on. The message says why."""
+    """Raised when an attempt can't continue. The message says why."""
 
 
 class IdleMeasurementBase(ABC):
@@ -63,7 +63,7 @@ class IdleMeasurementBase(ABC):
 
     @abstractmethod
     def _begin_rounds(self) -> None:
-        """Plans all passes anew. Measured times are kept."""
+        """Plans all passes again. Measured times are kept."""
 
     @abstractmethod
     def _fit(self) -> Callable[[], Fits]:

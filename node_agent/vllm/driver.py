@@ -46,10 +46,11 @@ class AsyncEngine(Protocol):
 
 @dataclass(frozen=True)
 class TokenTimes:
-    """Times of vLLM's clock, in seconds: when it first computed on a request, and when it made the latest token."""
+    """Times of vLLM's clock, in seconds: when it first computed on a request, and when the step of the latest
+    token ended."""
 
     scheduled: float
-    made: float
+    ended: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class NewTokens:
     cached_tokens: int
     finished: bool
     times: TokenTimes | None = None
-    """None: vLLM does not say"""
+    """times of its steps; None if vLLM does not report them"""
 
 
 @dataclass(frozen=True)

@@ -180,10 +180,10 @@ class SlotStore:
         must_go = 0 if self._free or len(requested) < len(idle) else 1
         return frozenset(requested[: len(requested) - must_go])
 
-    def free_slots(self, wanted: int) -> int:
-        """Returns the number of free slots. Frees idle ones first, as far as there are fewer than `wanted`; their
+    def free_slots(self, desired: int) -> int:
+        """Returns the number of free slots. Frees idle ones first, as far as there are fewer than `desired`; their
         adapters stay in host memory."""
-        while len(self._free) < wanted and self._make_room(()):
+        while len(self._free) < desired and self._make_room(()):
             pass
         return len(self._free)
 

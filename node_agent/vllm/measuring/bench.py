@@ -1,5 +1,5 @@
 """Runs cases through vLLM while the node serves nothing: the engine's thread gives vLLM dummy requests, and reads when
-their steps ended. What vLLM says about anything else goes on to the engine."""
+their steps ended. Other outputs of vLLM are handed to the engine."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class _Row:
         self.id, self.plan = id, plan
         self.scheduled = 0.0
         self.cached = 0
-        self.made: list[float | None] = []
+        self.ends: list[float | None] = []
         """end of the step of each token, in seconds of vLLM's clock; None for tokens that came with a later one"""
         self.ended = False
 
     def take(self, output: NewTokens) -> None:
         if output.times is None:
             raise MeasurementFailed("this vLLM does not say when it computes tokens")
-        if not self.made:
+        if not self.ends:
             self.scheduled, self.cached = output.times.scheduled, output.cached_tokens
-        self.made += [None] * (len(output.token_ids) - 1) + [output.times.made]
+        self.ends += [None] * (len(output.token_ids) - 1) + [output.times.ended]
         self.ended = output.finished
 
     def context_at(self, at: float) -> int:
         """Returns the tokens in the cache before the step that ended at this time."""
-        return self.plan.context + self.plan.length + self.made.index(at) - 1
+        return self.plan.context + self.plan.length + self.ends.index(at) - 1
 
     @property
     def rank(self) -> int:
@@ -126,11 +126,11 @@ class Bench:
         blocker = self._start(PlannedRow(0, 1, None), 1) if len(case.rows) > 1 else None
         rows = [self._start(plan, 1, salt) for plan in case.rows]
         self._until(partial(_have_ended, rows if blocker is None else [blocker, *rows]))
-        if blocker is not None and blocker.made[:1] == rows[0].made[:1]:
+        if blocker is not None and blocker.ends[:1] == rows[0].ends[:1]:
             rows.append(blocker)  # it was computed in their pass
-        ends, begin = {row.made[0] for row in rows}, max(row.scheduled for row in rows)
-        if blocker is not None and blocker not in rows and blocker.made[0] is not None:
-            begin = max(begin, blocker.made[0])
+        ends, begin = {row.ends[0] for row in rows}, max(row.scheduled for row in rows)
+        if blocker is not None and blocker not in rows and blocker.ends[0] is not None:
+            begin = max(begin, blocker.ends[0])
         end = ends.pop()
         if end is not None and end > begin and not ends:  # otherwise they were computed in several passes
             chunks = tuple((row.cached, row.plan.context + row.plan.length, row.rank) for row in rows)
@@ -158,7 +158,7 @@ class Bench:
         return f"garnish-bench-{self._draw.getrandbits(64):x}"
 
     def _drop_rows(self) -> None:
-        """Ends all dummy requests, and waits until vLLM has been told."""
+        """Ends all dummy requests, and waits until vLLM knows."""
         orders = [self._driver.abort(row.id) for row in self._rows.values() if not row.ended]
         deadline = time.monotonic() + self._patience
         while not all(order.query() for order in orders):
@@ -225,11 +225,11 @@ def bench(
     engine: VllmEngine, folders: DummyFolders, runs: Runs, should_yield: Callable[[], bool] = lambda: False
 ) -> Iterator[Bench]:
     """Yields a bench of an engine that serves nothing. At the end vLLM has no dummies any more."""
-    made = Bench(engine, folders, runs, should_yield)
+    created = Bench(engine, folders, runs, should_yield)
     try:
-        yield made
+        yield created
     finally:
-        made.close()
+        created.close()
 
 
 def room_of(engine: VllmEngine) -> Room:
@@ -259,6 +259,6 @@ def _are_timed(rows: Sequence[_Row]) -> bool:
 
 def _common_steps(rows: Sequence[_Row]) -> list[tuple[float, float]]:
     """Returns the begin and end of each step in which all rows decoded, as they did in the step before."""
-    counts = Counter(at for row in rows for at in row.made if at is not None)
+    counts = Counter(at for row in rows for at in row.ends if at is not None)
     ends = sorted(counts)
     return [(begin, end) for begin, end in pairwise(ends) if counts[begin] == counts[end] == len(rows)]

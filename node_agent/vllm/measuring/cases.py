@@ -59,7 +59,7 @@ class PromptPass:
 
 @dataclass(frozen=True)
 class Room:
-    """What vLLM has for a measurement."""
+    """Limits of vLLM for a measurement."""
 
     max_rows: int
     max_context: int

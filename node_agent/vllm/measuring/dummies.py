@@ -92,5 +92,5 @@ def _piece(number: bytes) -> bytes:
     """Returns PIECE_BYTES bytes of small numbers with drawn signs."""
     negative = number[:-1] + bytes([number[-1] | 0x80])
     draw = random.Random(0)
-    some = b"".join(draw.choice((number, negative)) for _ in range(1024))
-    return some * (PIECE_BYTES // len(some))
+    numbers = b"".join(draw.choice((number, negative)) for _ in range(1024))
+    return numbers * (PIECE_BYTES // len(numbers))

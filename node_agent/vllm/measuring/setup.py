@@ -36,7 +36,7 @@ DIGITS = 8
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a measurement of this node depends on."""
+    """Conditions that a measurement of this node depends on."""
 
     base: BaseModel
     dtype: str
