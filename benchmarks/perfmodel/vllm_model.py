@@ -1,7 +1,7 @@
 """Fit of the performance model to a node with the real vLLM, with adapters' own ranks and with all ranks padded.
 
-The cases are those of `garnish profile`: batches that grow row by row, and passes over prompts, as dummy requests with
-dummy adapters through vLLM's own engine.
+The cases are like those of `garnish profile`, with one draw of contexts: batches that grow row by row, and passes over
+prompts, as dummy requests with dummy adapters through vLLM's own engine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from node_agent.performance.cases import LONG, Effort
 from tests.support.environments import VLLM_PYTHON
 
 QUICK = Effort((1, 2, 4), (8, 32), 1, (16, 32), 2, 512)
-SILENCE_S = 900.0
+CACHE_TOKENS, SILENCE_S = 8192, 900.0
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:
-    effort = QUICK if options.quick else replace(LONG, rounds=options.rounds)
+    effort = QUICK if options.quick else replace(LONG, rounds=options.rounds, draws=1, cache=CACHE_TOKENS)
     stated = {
         "max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank, "max_model_len": 4096,
         "max_num_seqs": 32, "enforce_eager": True,
@@ -55,7 +55,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     ]  # fmt: skip
     settings = {
         "model": options.model.name, "dtype": options.dtype, "ranks": list(effort.ranks), "batches": list(effort.rows),
-        "prompts": list(effort.tokens), "budget": options.budget, "quick": options.quick, **stated,
+        "prompts": list(effort.tokens), "cache_tokens": effort.cache, "budget": options.budget, "quick": options.quick, **stated,
     }  # fmt: skip
     return report("perfmodel_vllm", settings, options.seed, rows, figures)
 

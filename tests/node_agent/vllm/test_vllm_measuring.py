@@ -24,6 +24,7 @@ from node_agent.ipc import Finished, Generated
 from node_agent.vllm.engine import VllmDied
 from node_agent.vllm.measuring import bench as bench_module
 from node_agent.vllm.measuring import idle as idle_module
+from node_agent.vllm.measuring import thorough
 from node_agent.vllm.measuring.cases import GrowingBatch, Room, growing_batches, prompt_passes
 from node_agent.vllm.measuring.dummies import DummyFolders
 from node_agent.vllm.measuring.idle import IDLE, VllmIdleMeasurement, seconds_of_children
@@ -95,6 +96,23 @@ def test_a_kernel_that_does_not_pad_counts_own_ranks(
     assert drift is not None
     assert (drift.measured.decode.padded_rank, drift.measured.prefill.padded_rank) == (0, 0)
     assert drift.measured.decode.seconds(8, 300, 100) == pytest.approx(own[0].seconds(8, 300, 100), rel=0.01)
+
+
+def test_a_thorough_measurement(
+    world: SteppingWorld, base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads from the store, too, and leaves nothing."""
+    monkeypatch.setattr(thorough, "LONG", FEW)
+    put_adapter(world.objects, 1, size=1 << 22)
+    config = EngineConfig(model_dir="", base_id="stories", registry=str(tmp_path / "registry"))
+    shares = list[float]()
+    found = thorough.measure_performance(
+        world.engine, config, conditions_of(base), lambda _, share: shares.append(share)
+    )
+    assert found.thorough and found.from_store is not None and found.from_store.bandwidth > 1e6
+    assert found.decode.model.padded_rank == MAX_RANK and found.decode.quality.r2 > 0.99
+    assert shares[0] == 0.0 and max(shares) > 0.9
+    assert not list(world.engine.store.hosts.root.iterdir())
 
 
 def test_nothing_of_it_stays(world: SteppingWorld, base: BaseModel, tmp_path: Path) -> None:
