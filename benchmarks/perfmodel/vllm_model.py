@@ -55,7 +55,8 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     ]  # fmt: skip
     settings = {
         "model": options.model.name, "dtype": options.dtype, "ranks": list(effort.ranks), "batches": list(effort.rows),
-        "prompts": list(effort.tokens), "cache_tokens": effort.cache, "budget": options.budget, "quick": options.quick, **stated,
+        "prompts": list(effort.tokens), "cache_tokens": effort.cache, "budget": options.budget,
+        "quick": options.quick, **stated,
     }  # fmt: skip
     return report("perfmodel_vllm", settings, options.seed, rows, figures)
 
