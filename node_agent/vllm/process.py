@@ -113,13 +113,14 @@ def kill_vllm() -> None:
         child.kill()
 
 
-def conditions_of(base: BaseModel, settings: Any, arguments: dict[str, Any]) -> Conditions:
-    """Returns what a measurement of this vLLM depends on. `settings`: as vLLM completed them."""
+def conditions_of(base: BaseModel, settings: Any, arguments: dict[str, Any], version: str) -> Conditions:
+    """Returns what a measurement of this vLLM depends on. `settings`: as vLLM completed them. `version`: that of
+    Garnish."""
     import vllm
     from vllm.platforms import current_platform
 
     device = "" if current_platform.is_cpu() else current_platform.get_device_name()
-    return Conditions(base, dtype_of(settings), device, vllm.__version__, arguments)
+    return Conditions(base, dtype_of(settings), device, vllm.__version__, arguments, version)
 
 
 def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready, Conditions]:
@@ -179,7 +180,7 @@ def build_engine(config: EngineConfig, wake: WakeUp) -> tuple[VllmEngine, Ready,
         adapter_itemsize=ITEM_BYTES[dtype],
         takes_wants=engine.limits.prefetch_waste is not None,
     )
-    return engine, ready, conditions_of(base, settings, arguments)
+    return engine, ready, conditions_of(base, settings, arguments, config.version)
 
 
 def slot_bytes(base: BaseModel, max_rank: int, itemsize: int) -> int:

@@ -16,8 +16,8 @@ from cluster.performance_fit import MAX_ERROR_IDLE
 from node_agent.config import EngineConfig
 from node_agent.cores import CoreTimes, core_times
 from node_agent.performance import cases
-from node_agent.performance.idle_base import FASTEST, Fits, IdleMeasurementBase
-from node_agent.performance.repeats import passes
+from node_agent.performance.idle_base import FASTEST, PAUSE_S, Fits, IdleMeasurementBase
+from node_agent.performance.repeats import GaveWay, passes
 from node_agent.vllm.engine import VllmEngine
 from node_agent.vllm.measuring.bench import bench, room_of
 from node_agent.vllm.measuring.cases import GrowingBatch, PromptPass, Room, growing_batches, prompt_passes
@@ -43,6 +43,9 @@ class VllmIdleMeasurement(IdleMeasurementBase):
 
     def _measure(self, should_yield: Callable[[], bool]) -> None:
         room = room_of(self.engine)
+        if not room.slots:  # all are held by adapters that must stay
+            self._begin_at = time.monotonic() + PAUSE_S
+            raise GaveWay
         if self._room is None or room.slots < self._room.slots:
             self._begin_anew(room)
         until = time.monotonic() + SLICE_S

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from msgspec.structs import replace
@@ -47,6 +46,8 @@ class Conditions:
     """version of vLLM"""
     arguments: Mapping[str, Any]
     """vLLM's engine arguments"""
+    garnish: str
+    """version of Garnish"""
 
     @property
     def key(self) -> ModelKey:
@@ -59,7 +60,7 @@ class Conditions:
             base=self.base.fingerprint,
             dtype=self.dtype,
             kernel=KERNEL,
-            garnish=version("garnish"),
+            garnish=self.garnish,
         )
 
 

@@ -55,7 +55,7 @@ def measurement(world: SteppingWorld, base: BaseModel, folder: Path, **arguments
 
 
 def conditions_of(base: BaseModel, **arguments: Any) -> Conditions:
-    return Conditions(base, "float32", "", "0.32.0", {"max_lora_rank": MAX_RANK} | arguments)
+    return Conditions(base, "float32", "", "0.32.0", {"max_lora_rank": MAX_RANK} | arguments, "1.0")
 
 
 def config_of(folder: Path) -> EngineConfig:
@@ -170,6 +170,19 @@ def test_callers_adapters_leave_their_slots_only_where_too_few_are_free(
     assert tiers == dict(
         zip([adapter.digest for adapter in adapters], ["host", "host", "device", "device"], strict=True)
     )
+
+
+def test_it_waits_while_all_adapters_must_stay(world: SteppingWorld, base: BaseModel, tmp_path: Path) -> None:
+    adapters = [put_adapter(world.objects, seed) for seed in range(4)]
+    for at, adapter in enumerate(adapters):
+        world.engine.submit(
+            GenerateRequest(f"call-{at}", "", "v", [1, 2], 1, Sampling(0.0), SECONDS, adapter, ignore_eos=True)
+        )
+        world.run()
+    world.engine.store.pin([adapter.digest for adapter in adapters])
+    idle, steps = measurement(world, base, tmp_path), world.vllm.steps
+    assert idle.work(lambda: False) and not idle.work(lambda: False)
+    assert (world.vllm.steps, len(world.vllm.ranks)) == (steps, 4)
 
 
 def test_a_vllm_that_stands_still_is_dead(
