@@ -110,6 +110,7 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.registry.scale --json benchmarks/results/scale.json
 	$(BIN)/python -m benchmarks.scheduling.placement --json benchmarks/results/placement.json
 	$(BIN)/python -m benchmarks.perfmodel.perfmodel --json benchmarks/results/perfmodel.json
+	$(BIN)/python -m benchmarks.perfmodel.vllm_model --json benchmarks/results/perfmodel_vllm.json
 	$(BIN)/python -m benchmarks.scheduling.scheduling --only sim60 --profiles papers --json benchmarks/results/scheduling.json
 	$(BIN)/python -m benchmarks.scheduling.scheduling --only sim60 --profiles smollm2-cpu --json benchmarks/results/scheduling_measured.json
 	$(BIN)/python -m benchmarks.scheduling.scheduling --only testbed8 --json benchmarks/results/testbed.json

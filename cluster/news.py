@@ -15,7 +15,7 @@ import msgspec
 from cluster.device_memory import DeviceMemory
 from cluster.gpu import GpuFacts, GpuLoad
 from cluster.messages import PROTOCOL_VERSION
-from cluster.performance_model import PerformanceModel
+from cluster.performance_model import PerformanceModel, counted_rank
 from cluster.received import Received
 
 RECORD_INTERVAL = 0.2
@@ -228,9 +228,12 @@ class RankSums(TypedDict):
     adapter_ranks: int
 
 
-def rank_sums(running: Sequence[tuple[Hashable, int]], waiting: Sequence[int]) -> RankSums:
+def rank_sums(running: Sequence[tuple[Hashable, int]], waiting: Sequence[int], padded_rank: int = 0) -> RankSums:
     """Returns the sums of ranks over a node's requests. `running` has one (adapter key, rank) pair per request; the key
-    is None for the base model alone. `waiting` has the rank of each queued request."""
+    is None for the base model alone. `waiting` has the rank of each queued request. `padded_rank`: that of the node's
+    model of decode steps."""
+    running = [(adapter, counted_rank(rank, padded_rank)) for adapter, rank in running]
+    waiting = [counted_rank(rank, padded_rank) for rank in waiting]
     ranks = [*(rank for _, rank in running), *waiting]
     adapters = {adapter: rank for adapter, rank in running if adapter is not None}
     return RankSums(

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.messages import SloClass
 from cluster.news import NodeRecord
-from cluster.performance_model import PerformanceModel, PrefillModel
+from cluster.performance_model import PerformanceModel, PrefillModel, counted_rank
 
 MAX_COUNT = 1 << 53
 """Upper bound of all counts. Up to it a record's integers are exact as floats, and sums fit in 64 bits."""
@@ -132,7 +132,7 @@ def count(value: int) -> int:
 
 class ReservedLoad(msgspec.Struct):
     """Sums over the requests with reserved places. `tokens` is prompt + `max_tokens`; `token_ranks` is prompt tokens x
-    rank; `best_effort` counts the best-effort requests."""
+    rank; `best_effort` counts the best-effort requests. Ranks are those that the node's model counts."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -142,15 +142,16 @@ class ReservedLoad(msgspec.Struct):
     best_effort: int = 0
 
 
-def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
-    """Returns the sums over the demands of reserved places."""
-    load = ReservedLoad()
+def reserved_load(demands: Iterable[Demand], model: PerformanceModel) -> ReservedLoad:
+    """Returns the sums over the demands of reserved places on a node with this model."""
+    load, in_steps, in_prompts = ReservedLoad(), model.decode.padded_rank, model.prefill.padded_rank
     for demand in demands:
+        rank = counted_rank(demand.rank, in_steps)
         load.tokens += demand.prompt_tokens + demand.max_tokens
         load.prompt_tokens += demand.prompt_tokens
-        load.token_ranks += demand.prompt_tokens * demand.rank
-        load.ranks += demand.rank
-        load.max_rank = max(load.max_rank, demand.rank)
+        load.token_ranks += demand.prompt_tokens * counted_rank(demand.rank, in_prompts)
+        load.ranks += rank
+        load.max_rank = max(load.max_rank, rank)
         load.best_effort += demand.slo_class == "best_effort"
     return load
 
@@ -188,7 +189,7 @@ def availability_for_strict(
     best-effort requests do not count as taken, because they are given up. Places of standard requests do count."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     coming = [demand for demand in firm if demand.slo_class == "strict"]
-    reserved, strict = reserved_load(firm), reserved_load(coming)
+    reserved, strict = reserved_load(firm, model), reserved_load(coming, model)
     promised = [room.tightest_tpot, *(demand.tpot for demand in coming if demand.tpot is not None)]
     prompts = room.prompt_tokens + strict.prompt_tokens
     return Availability(

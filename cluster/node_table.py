@@ -63,10 +63,12 @@ ROW = np.dtype(
         ("decode_per_context", "f8"),
         ("decode_per_rank", "f8"),
         ("rank_term", "i8"),  # index into RANK_TERMS
+        ("decode_padded_rank", "f8"),  # rank as which a smaller one counts
         ("prefill_base", "f8"),
         ("prefill_per_token", "f8"),
         ("prefill_per_token2", "f8"),
         ("prefill_per_token_rank", "f8"),
+        ("prefill_padded_rank", "f8"),
         ("adapter_itemsize", "f8"),  # bytes of an adapter's element on the device; 0: not reported
         ("device_wait", "f8"),  # seconds until another load's first byte
         ("device_per_byte", "f8"),
@@ -282,7 +284,7 @@ class NodeTable:
     def _refresh(self, row: int) -> None:
         """Recomputes the row's columns from its record, reservations and model."""
         load, demands, model = self.load(row), list(self._demands[row].values()), self._models[row]
-        reserved, decode, prefill = reserved_load(demands), model.decode, model.prefill
+        reserved, decode, prefill = reserved_load(demands, model), model.decode, model.prefill
         waiting, limit, prompts = (
             load.queued + len(demands),
             load.queue_limit,
@@ -311,8 +313,8 @@ class NodeTable:
             strict.saved,
             decode.seconds(requests, load.contexts + prompts, min(ranks, MAX_COUNT)),
             decode.base, decode.next_row(requests), decode.per_row, decode.flat_rows, decode.per_context,
-            decode.per_rank, RANK_TERMS.index(decode.rank_term), prefill.base, prefill.per_token, prefill.per_token2,
-            prefill.per_token_rank, load.adapter_itemsize,
+            decode.per_rank, RANK_TERMS.index(decode.rank_term), decode.padded_rank, prefill.base, prefill.per_token,
+            prefill.per_token2, prefill.per_token_rank, prefill.padded_rank, load.adapter_itemsize,
             model.to_device.seconds(load.loading_bytes), 1.0 / model.to_device.bandwidth,
             model.from_store.latency, 1.0 / model.from_store.bandwidth, model.exposed_share,
         )  # fmt: skip

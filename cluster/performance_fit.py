@@ -171,7 +171,8 @@ def fit_prefill(samples: Sequence[PrefillSample], max_error: float = MAX_ERROR) 
     rows, seconds = _checked(samples, ("tokens", "squares", "token_ranks"))
     columns = np.column_stack([np.ones(len(rows)), rows])
     costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), max_error)
-    return PrefillFit(PrefillModel(*costs), quality)
+    base, per_token, per_token2, per_token_rank = costs
+    return PrefillFit(PrefillModel(base, per_token, per_token2, per_token_rank), quality)
 
 
 def fit_transfer(samples: Sequence[TransferSample]) -> Transfer:

@@ -7,7 +7,8 @@ load(n)    = latency + n / bandwidth, shared by the transfers in flight
 All times are in seconds. R(S) depends on the LoRA kernel. For BGMV it is |S| times the largest rank of the batch
 (Toppings, section 5). For MBGMV it is the sum of the ranks of the requests, or of the distinct adapters, whichever
 predicts held-out steps better. A step of up to flat_rows rows takes no longer than a step of one row, because reading
-the base's weights then takes longer than computing with them.
+the base's weights then takes longer than computing with them. Where a kernel pads every adapter to one rank, each
+adapter counts as `padded_rank`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ def rank_terms(kernel: str) -> tuple[RankTerm, ...]:
     return _KERNEL_TERMS.get(kernel, RANK_TERMS)
 
 
+def counted_rank(rank: int, padded_rank: int) -> int:
+    """Returns the rank as which an adapter counts. `rank`: its own, 0 for the base model alone; `padded_rank`: that of
+    the model."""
+    return max(rank, padded_rank) if rank else 0
+
+
 class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Conditions of a measurement. A model with another key does not apply to this node."""
 
@@ -39,7 +46,7 @@ class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fingerprint of the base model."""
     dtype: str
     kernel: str
-    """LoRA kernel of decode rows: bgmv, mbgmv or cpu."""
+    """LoRA kernel of decode rows: bgmv, mbgmv, cpu or vllm."""
     garnish: str
     """Version of Garnish that made the measurement."""
 
@@ -55,9 +62,12 @@ class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank_term: RankTerm
     flat_rows: int = 0
     """Number of rows up to which an additional row costs nothing."""
+    padded_rank: int = 0
+    """Rank to which the kernel pads every adapter; 0: adapters count as their own ranks."""
 
     def seconds(self, rows: float, contexts: float, ranks: float) -> float:
-        """Returns the seconds of a decode step. `ranks` is R(S), which the caller computes by `rank_term`."""
+        """Returns the seconds of a decode step. `ranks` is R(S), which the caller computes by `rank_term` from
+        counted ranks (`counted_rank`)."""
         row = self.per_row * max(0, rows - self.flat_rows)
         return self.base + row + self.per_context * contexts + self.per_rank * ranks
 
@@ -79,10 +89,12 @@ class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token: float
     per_token2: float
     per_token_rank: float
+    padded_rank: int = 0
+    """Same as `DecodeModel.padded_rank`, for prompts."""
 
     def seconds(self, tokens: float, squares: float, token_ranks: float) -> float:
         """Returns the seconds of a prefill pass. `squares` is the sum of tokens * tokens over the prompts;
-        `token_ranks` is the sum of tokens * rank."""
+        `token_ranks` is the sum of tokens * counted rank."""
         return self.base + self.per_token * tokens + self.per_token2 * squares + self.per_token_rank * token_ranks
 
 

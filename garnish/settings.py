@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,7 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         registry=registry_of(service, state),
         engine=node.engine,
         vllm=vllm_config(service),
+        version=version("garnish"),
         devices=None if node.devices == "all" else tuple(node.devices),
         host_nodes=host_nodes,
         cpu_workers=None if node.cpu_workers == "auto" else node.cpu_workers,

@@ -74,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Directory or s3:// URL of the object store."""
     engine: Literal["garnish", "vllm"] = "garnish"
     vllm: VllmConfig = VllmConfig()
+    version: str = ""
+    """Version of Garnish, which an engine process in another environment can't look up; empty: unknown."""
     device: str = "auto"
     """auto, cpu or cuda"""
     devices: tuple[int, ...] | None = None

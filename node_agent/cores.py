@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,16 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     cores = len(os.sched_getaffinity(0))
     quota = _quota_v2(cgroup) or _quota_v1(cgroup)
     return max(1, min(cores, math.ceil(quota))) if quota else cores
+
+
+def cpu_name() -> str:
+    """Returns the processor's model name from the kernel; its architecture where the kernel has no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:

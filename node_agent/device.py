@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from node_agent.cores import cpu_name
 from node_agent.device_event import ENDED, Event
 
 log = logging.getLogger("garnish.engine")
@@ -103,16 +103,6 @@ def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def cpu_name() -> str:
-    """Returns the processor's model name from the kernel; its architecture where the kernel has no name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def hardware_name(device: torch.device) -> str:

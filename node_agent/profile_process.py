@@ -9,37 +9,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import msgspec
-
 from adapters.errors import StoreUnavailable
 from cluster.json_file import write_json
 from cluster.logs import set_up_logging
-from cluster.performance_file import PerformanceProfile, write_performance
+from cluster.performance_file import write_performance
 from cluster.performance_fit import BadFit, BadSample
 from node_agent.child import die_with_parent, read_config, take_output
-from node_agent.coldstart.profile import Profile
 from node_agent.config import ProfileProcessConfig
-
-
-class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Message at the beginning or during a step."""
-
-    text: str
-    share: float | None = None
-    """finished share of the step, 0 to 1"""
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Message that ends a failed measurement."""
-
-    message: str
-
-
-class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """Message with both results."""
-
-    cold_start: Profile
-    performance: PerformanceProfile
+from node_agent.measured import Failed, Measured, Step
+from node_agent.performance.repeats import SweepTooSlow
+from node_agent.performance.stored import performance_file
 
 
 def main() -> int:
@@ -54,8 +33,7 @@ def main() -> int:
     from node_agent.coldstart.setup import profile_key
     from node_agent.device import flush_denormals
     from node_agent.engine.setup import build_engine
-    from node_agent.performance.setup import measure_performance, performance_file
-    from node_agent.performance.sweep import SweepTooSlow
+    from node_agent.performance.setup import measure_performance
 
     flush_denormals()  # like the engine process
     assert config.profile is not None  # the command line sets it

@@ -19,8 +19,7 @@ import torch
 
 from benchmarks.common.rule import host, table, wrapped
 from kernels.level import LEVELS, OTHER, SWITCH, host_level, levels_up_to, used_level
-from node_agent.cores import usable_cores
-from node_agent.device import cpu_name
+from node_agent.cores import cpu_name, usable_cores
 from tests.support.levels import level_environment
 
 ROOT = Path(__file__).parents[2]

@@ -59,7 +59,7 @@ from benchmarks.many.foreign import foreign_table
 from benchmarks.many.tables import many_table
 from benchmarks.pages import front_page
 from benchmarks.pages.front_page import ENGINE, SERVE, Reports
-from benchmarks.perfmodel.tables import perfmodel_table
+from benchmarks.perfmodel.tables import perfmodel_table, perfmodel_vllm_table
 from benchmarks.prefix_cache.tables import prefix_cache_table
 from benchmarks.registry.tables import scale_table
 from benchmarks.scheduling.ablation_tables import confirmed_table, length_table, screen_table
@@ -183,6 +183,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
     ROOT / "docs" / "operate" / "engines.md": {"engines-start": each(("engines",), start_table)},
     ROOT / "docs" / "operate" / "autoscale.md": {"autoscale": one("autoscale", autoscale_text)},
     ROOT / "docs" / "operate" / "performance-model.md": {"perfmodel": one("perfmodel", perfmodel_table)},
+    ROOT / "docs" / "operate" / "engines.md": {"perfmodel-vllm": one("perfmodel_vllm", perfmodel_vllm_table)},
 }
 
 

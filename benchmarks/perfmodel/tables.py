@@ -63,6 +63,56 @@ def perfmodel_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def perfmodel_vllm_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    model = _rows(document, "model")[0]
+    decode, prefill, errors = model["decode"], model["prefill"], model["errors_by_padded_rank"]
+    counts = {kind: len(_rows(document, kind)) for kind in ("decode", "prefill")}
+    beyond = f" from row {decode['flat_rows'] + 1} on" if decode.get("flat_rows") else ""
+    lines = [
+        caption(
+            document,
+            f"{settings['model']}, {settings['dtype']}, vLLM on a CPU ({model['key']['hardware']}), `max_loras` "
+            f"{settings['max_loras']}, `max_lora_rank` {settings['max_lora_rank']}, {figures['rounds']:.1f} repeats, "
+            "adapters on q, k, v.",
+        ),
+        "",
+        "| | R^2 | held-out error, median | configurations (set aside) | adapters counted as |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {kind} | {figures[f'r2_{kind}']:.4f} | {figures[f'heldout_median_error_{kind}']:.1%} "
+            f"| {counts[kind]} ({figures[f'set_aside_{kind}']:.0f}) | {_counted(fitted)} |"
+            for kind, fitted in (("decode", decode), ("prefill", prefill))
+        ),
+        "",
+        wrapped(
+            f"A decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.0f} us a row{beyond} + "
+            f"{decode['per_context'] * 1e9:.0f} ns a token of context + {decode['per_rank'] * 1e6:.2f} us of the "
+            f"{TERMS[decode['rank_term']]}. A pass over prompts: {prefill['base'] * 1e3:.2f} ms + "
+            f"{prefill['per_token'] * 1e6:.0f} us a token + {prefill['per_token2'] * 1e9:.1f} ns a token squared + "
+            f"{prefill['per_token_rank'] * 1e9:.0f} ns a token and rank. A load into a slot: "
+            f"{figures['load_latency_ms']:.1f} ms, and {figures['load_gb_per_s']:.2f} GB/s. Held-out errors by form, "
+            "of decode steps (mean) and of prompts (median): "
+            + "; ".join(
+                f"{_form(padded)} {errors['decode'][padded]:.1%} and {errors['prefill'][padded]:.1%}"
+                for padded in sorted(errors["decode"].keys() & errors["prefill"].keys(), key=int)
+            )
+            + "."
+        ),
+        "",
+        probe_text(figures),
+    ]
+    return "\n".join(lines)
+
+
+def _counted(model: dict[str, Any]) -> str:
+    return f"rank {model['padded_rank']}" if model["padded_rank"] else "their own ranks"
+
+
+def _form(padded: str) -> str:
+    return f"with rank {padded} for each adapter" if int(padded) else "with own ranks"
+
+
 def perfmodel_plot(document: dict[str, Any]) -> Figure:
     """Residuals over the time measured, decode and prefill; the paper's MBGMV line on its grid."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")

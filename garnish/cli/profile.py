@@ -18,7 +18,7 @@ from garnish.screen import Screen
 if TYPE_CHECKING:
     from node_agent.config import EngineConfig
 
-COMMAND = (sys.executable, "-m", "node_agent.profile_process")
+ROOT = Path(__file__).parents[2]
 MAX_SILENCE_SECONDS = 1800.0
 """Seconds without a message after which the measurement is considered stuck.
 
@@ -77,20 +77,31 @@ def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
 def run_measurement(
     config: EngineConfig,
     step: Callable[[str, float | None], None],
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] = (),
     patience: float = MAX_SILENCE_SECONDS,
 ) -> dict[str, Any]:
     """Measures the node in a child process, and returns its cold-start profile and its performance model.
 
-    The keys are `cold_start` and `performance`. The child also writes both to files: `config.profile`, and a file next
-    to it. `step` is called with a text about the current step and the completed share (0 to 1). The child ends when
-    this call or this process ends. Raises FrontDoorError, also after `patience` seconds without a message.
+    The keys are `cold_start` (None for a node with vLLM) and `performance`. The child also writes them to files:
+    `config.profile`, and a file next to it. `step` is called with a text about the current step and the completed share
+    (0 to 1). `command`: the child's; empty: that of the node's engine. The child ends when this call or this process
+    ends. Raises FrontDoorError, also after `patience` seconds without a message.
     """
     from garnish.child_messages import child_messages
     from node_agent.config import ProfileProcessConfig
 
     settings = ProfileProcessConfig(parent=os.getpid(), engine=config)
-    with contextlib.closing(child_messages(command, settings, doing="the measurement", patience=patience)) as messages:
+    python = config.vllm.python if config.engine == "vllm" else ""
+    variables = {"PYTHONPATH": str(ROOT)} if python else {}  # that environment does not have our packages
+    module = "node_agent.vllm.profile_process" if config.engine == "vllm" else "node_agent.profile_process"
+    child = child_messages(
+        command or (python or sys.executable, "-m", module),
+        settings,
+        doing="the measurement",
+        patience=patience,
+        variables=variables,
+    )
+    with contextlib.closing(child) as messages:
         for message in messages:
             if message.get("type") == "step":
                 step(message["text"], message.get("share"))
@@ -103,9 +114,12 @@ def run_measurement(
 
 
 def show(measured: dict[str, Any], file: Path, screen: Any) -> None:
-    _show_cold_start(measured["cold_start"], screen, measured["performance"].get("expected_link"))
-    _show_performance(measured["performance"], screen)
-    screen.line(f"written to {file} and {file.with_suffix('.performance.json').name}")
+    cold_start, model = measured["cold_start"], measured["performance"]
+    if cold_start is not None:
+        _show_cold_start(cold_start, screen, model.get("expected_link"))
+    _show_performance(model, screen)
+    performance = file.with_suffix(".performance.json")
+    screen.line(f"written to {performance}" if cold_start is None else f"written to {file} and {performance.name}")
 
 
 def _show_cold_start(profile: dict[str, Any], screen: Any, expected: float | None) -> None:
@@ -131,15 +145,16 @@ def _show_performance(model: dict[str, Any], screen: Any) -> None:
         "request_ranks": "ranks of requests",
         "adapter_ranks": "ranks of adapters",
     }
+    term = terms[decode["rank_term"]] + _padded(decode)
     screen.line(
         f"a decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.1f} us a row{_beyond(decode)} "
         f"+ {decode['per_context'] * 1e9:.1f} ns a token of context "
-        f"+ {decode['per_rank'] * 1e6:.2f} us of the {terms[decode['rank_term']]}{_quality(model['decode'])}"
+        f"+ {decode['per_rank'] * 1e6:.2f} us of the {term}{_quality(model['decode'])}"
     )
     screen.line(
         f"a pass over prompts: {prefill['base'] * 1e3:.2f} ms + {prefill['per_token'] * 1e6:.1f} us a token "
         f"+ {prefill['per_token2'] * 1e9:.2f} ns a token squared "
-        f"+ {prefill['per_token_rank'] * 1e9:.1f} ns a token and rank{_quality(model['prefill'])}"
+        f"+ {prefill['per_token_rank'] * 1e9:.1f} ns a token and rank{_padded(prefill)}{_quality(model['prefill'])}"
     )
     forms = ", ".join(f"{form['r2']:.3f} ({form['kernel']})" for form in model["paper"])
     if forms:
@@ -149,6 +164,11 @@ def _show_performance(model: dict[str, Any], screen: Any) -> None:
 def _beyond(decode: dict[str, Any]) -> str:
     flat = decode.get("flat_rows", 0)
     return f" from row {flat + 1} on" if flat else ""
+
+
+def _padded(model: dict[str, Any]) -> str:
+    rank = model.get("padded_rank", 0)
+    return f", each adapter counted as rank {rank}" if rank else ""
 
 
 def _quality(fit: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from cluster.performance_model import RankTerm
+from cluster.performance_model import RankTerm, counted_rank
 
 ROUNDING = 1e-9
 """Tolerance in seconds for the end of a step, which is computed as a sum of floats."""
@@ -15,9 +15,11 @@ ROUNDING = 1e-9
 class RankMix:
     """Counts of ranks and adapters in a changing set of requests. Sums are updated with each change."""
 
-    __slots__ = ("adapter_ranks", "adapters", "ranks", "request_ranks", "rows")
+    __slots__ = ("adapter_ranks", "adapters", "padded_rank", "ranks", "request_ranks", "rows")
 
-    def __init__(self) -> None:
+    def __init__(self, padded_rank: int) -> None:
+        """`padded_rank`: that of the node's model of decode steps."""
+        self.padded_rank = padded_rank
         self.rows = 0
         self.request_ranks = 0
         self.adapter_ranks = 0
@@ -25,6 +27,7 @@ class RankMix:
         self.adapters: dict[str, int] = {}
 
     def add(self, digest: str | None, rank: int) -> None:
+        rank = counted_rank(rank, self.padded_rank)
         self.rows += 1
         self.request_ranks += rank
         self.ranks[rank] = self.ranks.get(rank, 0) + 1
@@ -35,6 +38,7 @@ class RankMix:
                 self.adapter_ranks += rank
 
     def remove(self, digest: str | None, rank: int) -> None:
+        rank = counted_rank(rank, self.padded_rank)
         self.rows -= 1
         self.request_ranks -= rank
         if self.ranks[rank] == 1:

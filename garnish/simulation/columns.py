@@ -43,7 +43,11 @@ def record_of(node: SimulatedNode, now: float, seq: int) -> NodeRecord:
         block_tokens=profile.block_tokens,
         max_rows=profile.max_rows,
         contexts=sum(node.context(job, now) for job in node.running),
-        **rank_sums([(job.digest, job.rank) for job in node.running], [job.rank for job in node.queue]),
+        **rank_sums(
+            [(job.digest, job.rank) for job in node.running],
+            [job.rank for job in node.queue],
+            profile.performance.decode.padded_rank,
+        ),
         prompt_tokens_left=node.prompt_left(),
         tightest_tpot=node.tightest_tpot(),
         loading_bytes=node.loads.loading_bytes,

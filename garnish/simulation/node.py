@@ -11,6 +11,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from cluster.performance_model import counted_rank
 from garnish.simulation.admission import Admission, WaitingQueue
 from garnish.simulation.batch import RANK_TERM, DecodeRun, RankMix
 from garnish.simulation.job import Job
@@ -49,7 +50,8 @@ class SimulatedNode:
         self.stalled: list[Job] = []
         """jobs whose prompt is computed and whose adapter is incomplete on the device"""
         self.leaving: dict[Job, Arrived] = {}
-        self.queued_mix, self.running_mix, self.decoding = RankMix(), RankMix(), RankMix()
+        padded_rank = profile.performance.decode.padded_rank
+        self.queued_mix, self.running_mix, self.decoding = (RankMix(padded_rank) for _ in range(3))
         self.queued_tokens = 0
         self._promised: dict[float, int] = {}
         """number of jobs on this node by their TPOT SLO in seconds"""
@@ -201,7 +203,7 @@ class SimulatedNode:
         seconds = model.prefill.seconds(
             sum(length for _, length in chunks),
             sum(_squares(job, length) for job, length in chunks),
-            sum(length * job.rank for job, length in chunks),
+            sum(length * counted_rank(job.rank, model.prefill.padded_rank) for job, length in chunks),
         )
         if not self.decoding.rows:
             return seconds

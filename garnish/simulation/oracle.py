@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 
 from cluster.node_table import NodeTable
+from cluster.performance_model import counted_rank
 from garnish.simulation.batch import RANK_TERM, DecodeRun, RankMix
 from garnish.simulation.job import Job
 from garnish.simulation.node import SimulatedNode
@@ -56,7 +57,7 @@ class Forward:
     def __init__(self, node: SimulatedNode, now: float, extra: Job | None) -> None:
         self._profile = node.profile
         self._term = RANK_TERM[node.profile.performance.decode.rank_term]
-        self._mix = RankMix()
+        self._mix = RankMix(node.profile.performance.decode.padded_rank)
         self._decoding: list[tuple[int, int, Job]] = []
         """heap of decoding rows as (number of the row's last step, order of insertion, job)"""
         self._prompts: list[Prompt] = []
@@ -119,7 +120,7 @@ class Forward:
         seconds = model.prefill.seconds(
             sum(length for _, length in chunks),
             sum(length * length for _, length in chunks),
-            sum(length * prompt.job.rank for prompt, length in chunks),
+            sum(length * counted_rank(prompt.job.rank, model.prefill.padded_rank) for prompt, length in chunks),
         )
         if self._decoding:
             seconds += self._step()

@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from cluster.performance_model import counted_rank
 from garnish.simulation.job import Job
 from garnish.simulation.profile import NodeProfile
 
@@ -42,8 +43,10 @@ class Slo(msgspec.Struct, frozen=True):
         If it would not, no policy can meet the SLO.
         """
         model, steps = profile.performance, job.output - 1
-        ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * job.rank)
-        decode = steps * model.decode.seconds(1, 0, job.rank) + model.decode.per_context * (
+        of_prompt = counted_rank(job.rank, model.prefill.padded_rank)
+        ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * of_prompt)
+        in_step = counted_rank(job.rank, model.decode.padded_rank)
+        decode = steps * model.decode.seconds(1, 0, in_step) + model.decode.per_context * (
             steps * job.prompt + steps * (steps - 1) // 2
         )
         return self._hold(ttft, decode / max(1, steps), (ttft + decode) / job.output)

@@ -22,7 +22,7 @@ import numpy as np
 
 from cluster.node_load import MARGIN
 from cluster.node_table import ABSENT, DEVICE, DISK, HOST, STANDARD, STRICT, NodeTable
-from cluster.performance_model import RankTerm
+from cluster.performance_model import RankTerm, counted_rank
 from gateway.scheduling.request import PlacementRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
@@ -96,8 +96,9 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
     at = nodes.table[: candidates.size] if everybody else nodes.table[candidates]
     demand, after = request.demand, at["requests"] + 1.0
     tokens, rank = float(demand.prompt_tokens), float(demand.rank)
+    counted = np.maximum(at["prefill_padded_rank"], rank) if rank else 0.0
     prefill = tokens * (
-        at["prefill_per_token"] + tokens * at["prefill_per_token2"] + rank * at["prefill_per_token_rank"]
+        at["prefill_per_token"] + tokens * at["prefill_per_token2"] + counted * at["prefill_per_token_rank"]
     )
     decode = _decode(nodes, candidates, at, request)
     tier, spreading, exposed = _load(nodes, candidates, at, request)
@@ -131,8 +132,10 @@ def attainable(nodes: NodeTable, costs: Terms, request: PlacementRequest) -> np.
         model = nodes.model(row)
         load = 0.0 if tier == DEVICE else model.to_device.seconds(size)
         load += model.from_store.seconds(request.adapter_bytes) if tier in (DISK, ABSENT) else 0.0
-        ttft = model.prefill.seconds(tokens, tokens * tokens, tokens * rank) + load * model.exposed_share
-        step = model.decode.seconds(1, tokens + request.answer_tokens / 2, rank)
+        of_prompt = counted_rank(rank, model.prefill.padded_rank)
+        ttft = model.prefill.seconds(tokens, tokens * tokens, tokens * of_prompt) + load * model.exposed_share
+        in_step = counted_rank(rank, model.decode.padded_rank)
+        step = model.decode.seconds(1, tokens + request.answer_tokens / 2, in_step)
         attained[index] = ttft <= costs.ttft_limit and (tpot is None or step <= tpot)
     return attained
 
@@ -143,7 +146,8 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
     These are the costs of one more row, of its rank, and of its context, averaged over its answer.
     """
     # R(there + request) - R(there) by the node's own rank term (cluster.performance_model).
-    ranks = np.full(candidates.size, float(request.demand.rank))
+    rank = float(request.demand.rank)
+    ranks = np.maximum(at["decode_padded_rank"], rank) if rank else np.zeros(candidates.size)
     padded = at["rank_term"] == MAX_RANK
     if padded.any():  # all requests are padded to the largest rank
         largest = np.maximum(at["max_rank"], ranks)

@@ -336,7 +336,11 @@ class RequestRegistry:
             queued=queued,
             queue_limit=self._config.engine.queue_limit,
             contexts=sum(stats.batch_contexts),
-            **rank_sums(stats.running_ranks(), [entry.rank for entry in waiting]),
+            **rank_sums(
+                stats.running_ranks(),
+                [entry.rank for entry in waiting],
+                stats.performance.decode.padded_rank if stats.performance is not None else 0,
+            ),
             prompt_tokens_left=sum(entry.prompt_tokens for entry in waiting) + stats.prompt_tokens_left,
             strict=self._strict_room(waiting),
             received=self._received,

@@ -83,11 +83,11 @@ class Drift:
             self.both.observe(_together(self.published, rows[:n_decode], rows[n_decode:]), seconds)
             return
         if n_decode:
-            sample = decode_sample(rows, seconds)
+            sample = decode_sample(rows, seconds, self.measured.decode.padded_rank)
             forecast = decode_forecast(self.measured.decode, sample)
             changed = self.decode.observe(forecast, seconds)
         else:
-            prompts = prefill_sample(rows, seconds)
+            prompts = prefill_sample(rows, seconds, self.measured.prefill.padded_rank)
             forecast = self.measured.prefill.seconds(prompts.tokens, prompts.squares, prompts.token_ranks)
             changed = self.prefill.observe(forecast, seconds)
         if changed:
@@ -104,8 +104,8 @@ class Drift:
 
 def _together(model: PerformanceModel, decoding: Sequence[Row], prompts: Sequence[Row]) -> float:
     """Returns the forecast seconds of a mixed pass. The fixed cost of a pass counts once."""
-    prompt = prefill_sample(prompts, 0.0)
-    decode = decode_forecast(model.decode, decode_sample(decoding, 0.0))
+    prompt = prefill_sample(prompts, 0.0, model.prefill.padded_rank)
+    decode = decode_forecast(model.decode, decode_sample(decoding, 0.0, model.decode.padded_rank))
     return decode + model.prefill.seconds(prompt.tokens, prompt.squares, prompt.token_ranks) - model.prefill.base
 
 

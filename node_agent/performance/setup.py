@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
 from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
 from cluster.model_check import problem_of
-from cluster.performance_file import (
-    BadPerformanceFile,
-    PerformanceProfile,
-    read_performance,
-)
+from cluster.performance_file import PerformanceProfile
 from cluster.performance_fit import (
     MAX_ERROR,
     BadSample,
@@ -39,8 +33,11 @@ from node_agent.engine.loop import Engine
 from node_agent.gpu.devices import expected_link
 from node_agent.performance.cases import LONG, RANKS, grid_cases
 from node_agent.performance.drift import Drift
-from node_agent.performance.links import measure_store, store_transfer
-from node_agent.performance.sweep import TARGETS, Bench, Progress, Sweep, all_cases, bench
+from node_agent.performance.links import measure_store
+from node_agent.performance.reads import store_transfer
+from node_agent.performance.repeats import Progress
+from node_agent.performance.stored import stored_performance
+from node_agent.performance.sweep import TARGETS, Bench, Sweep, all_cases, bench
 
 LONG_BUDGET = 900.0
 """Maximum seconds that `garnish profile` measures passes; beyond it, fewer repeats are made."""
@@ -53,8 +50,6 @@ PROMPTS = (64, 256, 512)
 
 ColdCosts = tuple[Transfer, float]
 """Cost of the link to the device, and the exposed share (`exposed_share`), 0 to 1."""
-
-log = logging.getLogger("garnish.engine")
 
 
 def model_key(engine: Engine, base: BaseModel) -> ModelKey:
@@ -71,16 +66,10 @@ def model_key(engine: Engine, base: BaseModel) -> ModelKey:
     )
 
 
-def performance_file(profile: str) -> Path:
-    """Returns the path of the performance file, in the folder of the cold-start profile."""
-    return Path(profile).with_suffix(".performance.json")
-
-
 def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bool:
     """Publishes the matching stored model at the node's start. Returns False if there is none; the node then publishes
     no model."""
-    file = performance_file(config.profile) if config.profile else None
-    profile = _stored(file, model_key(engine, base))
+    profile = stored_performance(config.profile, model_key(engine, base))
     if profile is None:
         return False
     publish(profile, engine, config, cold_costs(engine, base))
@@ -180,13 +169,3 @@ def exposed_share(profile: Profile, mode: ColdStartMode, engine: Engine, base: B
             costs = pipelined_costs(profile, layout, tokens)
             shares.append(choose(costs, plans or ("wait",)).exposed / (costs.latency + float(costs.load.sum())))
     return min(1.0, median(shares))
-
-
-def _stored(file: Path | None, key: ModelKey) -> PerformanceProfile | None:
-    if file is None or not file.exists():
-        return None
-    try:
-        return read_performance(file, key)
-    except (BadPerformanceFile, OSError) as error:
-        log.warning("the performance model is not used", extra={"reason": str(error)})
-        return None

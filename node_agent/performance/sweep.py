@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from node_agent.engine.request import Request
 from node_agent.engine.rows import Row
 from node_agent.leases import Lease
 from node_agent.performance.cases import Bounds, Case, Effort, decode_cases, prefill_cases, row_contexts
+from node_agent.performance.repeats import GaveWay, Progress, SweepTooSlow, passes
 from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.types import GROUPS
 
@@ -26,19 +26,7 @@ TARGETS = GROUPS["qkv"]
 """Projections that synthetic adapters adapt, as in the papers."""
 FILL_TOKENS = 64
 
-Progress = Callable[[str, float], None]
-"""Callback with the name of the current step and its finished share, 0 to 1."""
-
-
 Run = DecodeSample | PrefillSample
-
-
-class SweepTooSlow(RuntimeError):
-    """Raised when too few cases could be measured within the time limit."""
-
-
-class GaveWay(Exception):
-    """Internal exception: a measured pass was ended early because the engine has other work."""
 
 
 @dataclass
@@ -115,14 +103,6 @@ class Bench:
             progress("measuring passes", at / len(order))
             runs.setdefault(case, []).append(self.run(case))
         return sweep_of(runs, len(cases))
-
-
-def passes(cases: Sequence[Case], rounds: int) -> list[Case]:
-    """Returns each case once per round, in a different order in each round."""
-    ordered: list[Case] = []
-    for number in range(rounds):
-        ordered += random.Random(number).sample(cases, len(cases))
-    return ordered
 
 
 def sweep_of(runs: Mapping[Case, list[Run]], cases: int, fastest: float = 1.0) -> Sweep:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.performance_fit import DecodeSample, PrefillSample
+from cluster.performance_model import counted_rank
 from node_agent.engine.rows import Row
 
 
-def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:
-    """Returns the sample of a pass of decode rows alone. Its contexts are the tokens in the cache before the pass."""
-    ranks = [_rank(row) for row in rows]
+def decode_sample(rows: Sequence[Row], seconds: float, padded_rank: int = 0) -> DecodeSample:
+    """Returns the sample of a pass of decode rows alone. Its contexts are the tokens in the cache before the pass.
+    `padded_rank`: that of the model with which the sample is compared."""
+    ranks = [counted_rank(_rank(row), padded_rank) for row in rows]
     by_slot = {row.request.lease.slot: rank for row, rank in zip(rows, ranks, strict=True) if row.request.lease}
     return DecodeSample(
         rows=len(rows),
@@ -22,7 +24,7 @@ def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:
     )
 
 
-def prefill_sample(rows: Sequence[Row], seconds: float) -> PrefillSample:
+def prefill_sample(rows: Sequence[Row], seconds: float, padded_rank: int = 0) -> PrefillSample:
     """Returns the sample of a pass of prompt chunks alone.
 
     Its square term is, for each chunk, the chunk's end squared minus its begin squared. The chunks of a prompt thus sum
@@ -32,7 +34,7 @@ def prefill_sample(rows: Sequence[Row], seconds: float) -> PrefillSample:
     return PrefillSample(
         tokens=sum(row.length for row in rows),
         squares=sum(end * end - begin * begin for begin, end in ends),
-        token_ranks=sum(row.length * _rank(row) for row in rows),
+        token_ranks=sum(row.length * counted_rank(_rank(row), padded_rank) for row in rows),
         seconds=seconds,
     )
 

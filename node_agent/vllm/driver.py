@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from node_agent.vllm.worker_extension import ADAPTERS_METHOD, WorkerAdapters
@@ -45,6 +45,15 @@ class AsyncEngine(Protocol):
 
 
 @dataclass(frozen=True)
+class TokenTimes:
+    """Times of vLLM's clock, in seconds: when it first computed on a request, and when the step of the latest
+    token ended."""
+
+    scheduled: float
+    ended: float
+
+
+@dataclass(frozen=True)
 class NewTokens:
     """Tokens of a request, and what vLLM said of them. `finished` is True in its last output."""
 
@@ -54,6 +63,8 @@ class NewTokens:
     prompt_logprobs: Sequence[Mapping[int, Any] | None] | None
     cached_tokens: int
     finished: bool
+    times: TokenTimes | None = None
+    """times of its steps; None if vLLM does not report them"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class AdapterLoaded:
 
     number: int
     failure: str = ""
+    seconds: float = field(default=0.0, compare=False)
+    """how long it took"""
 
 
 @dataclass(frozen=True)
@@ -226,6 +239,7 @@ class Driver:
                         output.prompt_logprobs,
                         output.num_cached_tokens or 0,
                         output.finished,
+                        _times_of(output),
                     )
                 )
         except asyncio.CancelledError:
@@ -265,7 +279,7 @@ class Driver:
             self.last_sign = time.monotonic()
 
     async def _add(self, number: int, lora_request: Any) -> None:
-        failure = ""
+        failure, began = "", time.monotonic()
         try:
             if not await self._engine.result(0).add_lora(lora_request):
                 failure = "vLLM did not load it"
@@ -275,7 +289,7 @@ class Driver:
                 return
             failure = str(error) or type(error).__name__
             await self._remove_rest(number)
-        self._put(AdapterLoaded(number, failure))
+        self._put(AdapterLoaded(number, failure, time.monotonic() - began))
 
     async def _remove_rest(self, number: int) -> None:
         """Removes what a failed load may have left in vLLM's host memory."""
@@ -296,6 +310,12 @@ class Driver:
                 log.warning("vLLM had not loaded the adapter that was to be removed", extra={"number": number})
         except Exception as error:
             self._put(EngineDied(str(error)))
+
+
+def _times_of(output: Any) -> TokenTimes | None:
+    """Returns the times of an output of vLLM, which it has where its statistics are on."""
+    metrics = getattr(output, "metrics", None)
+    return None if metrics is None else TokenTimes(metrics.scheduled_ts, metrics.last_token_ts)
 
 
 def _is_death(error: Exception) -> bool:

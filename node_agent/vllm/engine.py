@@ -31,6 +31,7 @@ from node_agent.vllm.driver import (
     WorkerReports,
 )
 from node_agent.vllm.figures import Figures
+from node_agent.vllm.observed import ObservedSteps
 from node_agent.vllm.sampling import top_of, vllm_parameters
 from node_agent.vllm.slots import SlotStore
 from node_agent.vllm.watch import Watch
@@ -74,17 +75,19 @@ class VllmEngine(EngineBase):
     ) -> None:
         """`answer_s`: seconds without a sign from vLLM after which it counts as dead."""
         super().__init__(limits, store, Prefixes(blocks, enabled=False), eos_ids, Pulse(compiles=False))
-        self._driver, self._types, self._figures = driver, types, figures
+        self.driver, self.types, self.answer_s = driver, types, answer_s
+        self._figures = figures
         self._watch = Watch(driver, store, answer_s)
         self._vllm_ids: dict[str, str] = {}
         """id in vLLM, by id of the request. Each submission of a request has another one."""
         self._requests: dict[str, Request] = {}
         """requests by their id in vLLM"""
         self._submissions = 0
+        self._observed = ObservedSteps(self._requests, limits.chunk_tokens)
 
     def close(self) -> None:
         """Ends vLLM's processes, and frees the adapters' folders."""
-        self._driver.close()
+        self.driver.close()
         self.store.close()
 
     @property
@@ -104,8 +107,8 @@ class VllmEngine(EngineBase):
     # --- what EngineBase needs
 
     def _poll(self) -> None:
-        for output in self._driver.take():
-            self._take_output(output)
+        for output in self.driver.take():
+            self.take_output(output)
         death = self._watch.poll()
         if death:
             raise VllmDied(death)
@@ -127,7 +130,7 @@ class VllmEngine(EngineBase):
         if vllm_id is None:
             return []
         del self._requests[vllm_id]
-        sent: AbortSent = self._driver.abort(vllm_id)
+        sent: AbortSent = self.driver.abort(vllm_id)
         return [sent]
 
     # --- inside
@@ -143,11 +146,11 @@ class VllmEngine(EngineBase):
         adapter = None
         if request.lease is not None:
             slot = self.store.slot(request.lease)
-            adapter = self._types.adapter(slot.adapter.digest, slot.number, slot.folder.path)
-        self._driver.generate(
+            adapter = self.types.adapter(slot.adapter.digest, slot.number, slot.folder.path)
+        self.driver.generate(
             vllm_id,
-            self._types.prompt(request.tokens, request.tenant),
-            self._types.parameters(arguments, request.sampling.bad_words),
+            self.types.prompt(request.tokens, request.tenant),
+            self.types.parameters(arguments, request.sampling.bad_words),
             adapter,
         )
 
@@ -163,7 +166,8 @@ class VllmEngine(EngineBase):
         cold.fetch = max(0.0, slot.folder.arrived - began) if fetched else 0.0
         cold.end_wait(time.monotonic())
 
-    def _take_output(self, output: Output) -> None:
+    def take_output(self, output: Output) -> None:
+        """Records what vLLM has done. Raises VllmDied."""
         match output:
             case AdapterLoaded(number=number, failure=failure):
                 self.store.record_load(number, failure)
@@ -183,6 +187,7 @@ class VllmEngine(EngineBase):
         request = self._requests.get(output.id)
         if request is None:
             return  # it ended here first
+        self._observed.take(self.drift, output)
         if not request.first_token:
             request.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None and not request.scored:

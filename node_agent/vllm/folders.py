@@ -57,6 +57,11 @@ class FolderTier:
         self._root = self._owned.path
         self._number = 0
 
+    @property
+    def root(self) -> Path:
+        """Folder in memory that holds those of the adapters. It is removed at the end."""
+        return self._root
+
     def get(self, digest: str) -> Folder | None:
         return self._folders.get(digest)
 

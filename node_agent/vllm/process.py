@@ -33,7 +33,7 @@ from node_agent.adapter_memory.disk_cache import open_cache
 from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.base_manifests import make_manifest, send_manifest
 from node_agent.collector import end
-from node_agent.config import EngineProcessConfig
+from node_agent.config import EngineConfig, EngineProcessConfig
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.engine_channel import WakeUp
@@ -45,6 +45,8 @@ from node_agent.vllm.driver import Driver
 from node_agent.vllm.engine import VllmDied, VllmEngine
 from node_agent.vllm.figures import Figures, prometheus_logger, read_text
 from node_agent.vllm.folders import FolderTier
+from node_agent.vllm.measuring.idle import VllmIdleMeasurement
+from node_agent.vllm.measuring.setup import Conditions, use_performance
 from node_agent.vllm.own_folder import OwnFolder, keep_temporary_files_in
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
 from node_agent.vllm.start import Start, dtype_of, settings_of
@@ -101,12 +103,20 @@ def kill_vllm() -> None:
         child.kill()
 
 
-def build_engine(process: EngineProcessConfig, wake: WakeUp) -> tuple[VllmEngine, Ready]:
-    """Starts vLLM, and returns the engine and the first message of its connection. Raises ValueError or OSError on bad
-    settings."""
-    config = process.engine
+def conditions_of(base: BaseModel, settings: Any, arguments: dict[str, Any], version: str) -> Conditions:
+    """Returns what a measurement of this vLLM depends on. `settings`: as vLLM completed them. `version`: that of
+    Garnish."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    device = "" if current_platform.is_cpu() else current_platform.get_device_name()
+    return Conditions(base, dtype_of(settings), device, vllm.__version__, arguments, version)
+
+
+def build_engine(config: EngineConfig, base: BaseModel, wake: WakeUp) -> tuple[VllmEngine, Ready, Conditions]:
+    """Starts vLLM, and returns the engine, the first message of its connection, and what a measurement of it depends
+    on. Raises ValueError or OSError on bad settings."""
     registry = open_store(config.registry)
-    base = known_base(process, registry)
     types, figures = Types(), Figures(read_text)
     start = Start(config, base, [figures.stat_logger, prometheus_logger()])
     driver = Driver(start, wake.set, partial(start.check, types))
@@ -163,7 +173,15 @@ def build_engine(process: EngineProcessConfig, wake: WakeUp) -> tuple[VllmEngine
         rank_limit=limits.max_rank,
         device_memory=start.memory,
     )
-    return engine, ready
+    return engine, ready, conditions_of(base, settings, start.arguments, config.version)
+
+
+def set_environment(config: EngineConfig) -> None:
+    """Sets the environment variables that vLLM reads."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if config.vllm.arguments.get("nnodes", 1) == 1:
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
 
 
 def main() -> int:
@@ -172,10 +190,7 @@ def main() -> int:
     take_logs()
     wake = WakeUp()
     stop = StopRequest(wake)
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if config.engine.vllm.arguments.get("nnodes", 1) == 1:
-        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked
+    set_environment(config.engine)
     try:
         temporary = OwnFolder(Path(tempfile.gettempdir()))
     except OSError as error:
@@ -191,15 +206,19 @@ def main() -> int:
 def _serve(config: EngineProcessConfig, wake: WakeUp, stop: StopRequest) -> int:
     """Starts vLLM and serves until the node stops. Returns the exit code."""
     try:
-        engine, ready = build_engine(config, wake)
+        base = known_base(config, open_store(config.engine.registry))
+        engine, ready, conditions = build_engine(config.engine, base, wake)
     except Exception as error:  # any error: the node shows it as the reason why it can't start
         log_failed_start(error)
         kill_vllm()
         return 1
     stop.listen()  # not earlier, since vLLM sets handlers while it starts
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
+    idle = None
+    if not use_performance(engine, config.engine, conditions):
+        idle = VllmIdleMeasurement(engine, config.engine, conditions)
     try:
-        Loop(engine, ready, wake, lambda: stop.received).run(config.socket, config.heartbeat)
+        Loop(engine, ready, wake, lambda: stop.received, idle).run(config.socket, config.heartbeat)
     except VllmDied as error:
         log.error("vLLM has ended", extra={"reason": str(error)})
         kill_vllm()  # a process that stands still would not end by itself

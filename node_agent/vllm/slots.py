@@ -180,6 +180,13 @@ class SlotStore:
         must_go = 0 if self._free or len(requested) < len(idle) else 1
         return frozenset(requested[: len(requested) - must_go])
 
+    def free_slots(self, desired: int) -> int:
+        """Returns the number of free slots. Frees idle ones first, as far as there are fewer than `desired`; their
+        adapters stay in host memory."""
+        while len(self._free) < desired and self._make_room(()):
+            pass
+        return len(self._free)
+
     # --- for prefetches and operators
 
     def place(self, adapter: Adapter, spared: Container[str] = ()) -> NoRoom | Pending | TooLarge | LoadFailed | None:

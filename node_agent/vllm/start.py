@@ -30,6 +30,8 @@ class Start:
     def __init__(self, config: EngineConfig, base: BaseModel, stat_loggers: Sequence[Any] = ()) -> None:
         """`stat_loggers`: vLLM's loggers of statistics; prometheus_logger() needs vLLM's modules."""
         self._config, self._base, self._stat_loggers = config, base, stat_loggers
+        self.arguments: dict[str, Any] = {}
+        """arguments of vLLM's engine, once it was started"""
         self.memory: DeviceMemory
         """plan of each device's memory, then with the sizes that vLLM's workers measured"""
 
@@ -48,6 +50,7 @@ class Start:
         arguments = engine_arguments(self._config, self.memory.slots, _targets(self._base))
         if on_cpu:  # by itself vLLM would take most of the host's memory
             arguments = {"kv_cache_memory_bytes": CPU_KV_BYTES} | arguments
+        self.arguments = arguments
         log.info("device memory is planned", extra={"plan": str(self.memory)})
         engine: AsyncEngine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**arguments),

@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.common.report import PACKAGES
 from benchmarks.pages.plots import save
-from benchmarks.perfmodel.tables import perfmodel_plot, perfmodel_table
+from benchmarks.perfmodel.tables import perfmodel_plot, perfmodel_table, perfmodel_vllm_table
 from cluster.performance_fit import DecodeSample, PaperForm
 from tests.cluster.measured import PROFILE
 
@@ -46,6 +46,22 @@ def test_the_table_has_the_figures() -> None:
     assert "| paper's form, MBGMV: sum of ranks | 0.9300 | | 6 |" in text
     assert "30.00 ms + 100 us a row + 10 ns a token of context + 1.00 us of the sum of ranks over distinct" in text
     assert "sum of ranks over distinct adapters 4.56%" in text
+
+
+def test_the_table_of_vllm_has_the_figures() -> None:
+    model = msgspec.to_builtins(PROFILE.model)
+    decode, prefill = model["decode"] | {"padded_rank": 64}, model["prefill"]
+    changed: dict[str, Any] = document()
+    changed["settings"] |= {"max_loras": 4, "max_lora_rank": 64}
+    changed["figures"] |= {"rounds": 3.5, "load_latency_ms": 12.0, "load_gb_per_s": 1.5}
+    changed["rows"][0] = {
+        "kind": "model", "decode": decode, "prefill": prefill, "key": {"hardware": "a processor, vLLM 0.32"},
+        "errors_by_padded_rank": {kind: {"64": 0.031, "0": 0.054} for kind in ("decode", "prefill")},
+    }  # fmt: skip
+    text = " ".join(perfmodel_vllm_table(changed).split())
+    assert "| decode | 0.9000 | 3.2% | 3 (0) | rank 64 |" in text and "| 3 (0) | their own ranks |" in text
+    assert "`max_loras` 4, `max_lora_rank` 64, 3.5 repeats" in text
+    assert "with own ranks 5.4% and 5.4%; with rank 64 for each adapter 3.1% and 3.1%." in text
 
 
 def test_the_plot_shows_every_configuration(tmp_path: Path) -> None:

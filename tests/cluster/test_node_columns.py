@@ -21,9 +21,16 @@ MODELS = st.builds(
     PerformanceModel,
     st.just(ASSUMED.key),
     st.builds(
-        DecodeModel, st.floats(1e-3, 0.1), SECONDS, SECONDS, SECONDS, st.sampled_from(RANK_TERMS), st.integers(0, 9)
+        DecodeModel,
+        st.floats(1e-3, 0.1),
+        SECONDS,
+        SECONDS,
+        SECONDS,
+        st.sampled_from(RANK_TERMS),
+        st.integers(0, 9),
+        st.sampled_from([0, 64]),
     ),
-    st.builds(PrefillModel, SECONDS, SECONDS, SECONDS, SECONDS),
+    st.builds(PrefillModel, SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([0, 64])),
     st.builds(Transfer, SECONDS, st.floats(1.0, 1e12)),
     st.builds(Transfer, SECONDS, st.floats(1.0, 1e12)),
     st.floats(0, 1),
@@ -203,12 +210,21 @@ def _decode(model: PerformanceModel, rows: int, contexts: int, ranks: int) -> fl
 def _prompts(model: PerformanceModel, tokens: int, demands: list[Demand]) -> float:
     """Of what waits before a prompt, and is computed in its pass."""
     tokens += sum(demand.prompt_tokens for demand in demands)
-    ranks = sum(demand.prompt_tokens * demand.rank for demand in demands)
+    ranks = sum(demand.prompt_tokens * _counted(demand.rank, model.prefill.padded_rank) for demand in demands)
     return model.prefill.per_token * tokens + model.prefill.per_token_rank * ranks
 
 
-def _counts(record: ListedRecord, held: list[Demand], model: PerformanceModel) -> dict[str, float]:
+def _counted(rank: int, padded: int) -> int:
+    return 0 if rank == 0 else max(rank, padded)
+
+
+def _ranks(record: ListedRecord, held: list[Demand], model: PerformanceModel) -> list[int]:
     ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in held)]
+    return [_counted(rank, model.decode.padded_rank) for rank in ranks]
+
+
+def _counts(record: ListedRecord, held: list[Demand], model: PerformanceModel) -> dict[str, float]:
+    ranks = _ranks(record, held, model)
     there, waiting = len(ranks), record.queued + len(held)
     beyond = max(4, record.queue_limit // 8)
     return {
@@ -229,9 +245,9 @@ def _counts(record: ListedRecord, held: list[Demand], model: PerformanceModel) -
 
 
 def _seconds(record: ListedRecord, held: list[Demand], model: PerformanceModel) -> dict[str, float]:
-    ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in held)]
-    adapters = {slot: rank for slot, rank in zip(record.batch_slots, record.batch_ranks, strict=True) if slot >= 0}
-    apart = sum(adapters.values()) + sum(record.queued_ranks) + sum(demand.rank for demand in held)
+    ranks, running = _ranks(record, held, model), len(record.batch_ranks)
+    adapters = {slot: rank for slot, rank in zip(record.batch_slots, ranks[:running], strict=True) if slot >= 0}
+    apart = sum(adapters.values()) + sum(ranks[running:])
     there = len(ranks)
     terms = {"max_rank": there * max(ranks, default=0), "request_ranks": sum(ranks), "adapter_ranks": apart}
     contexts = sum(record.batch_contexts) + record.prompt_tokens_left + sum(demand.prompt_tokens for demand in held)
@@ -252,10 +268,12 @@ def _seconds(record: ListedRecord, held: list[Demand], model: PerformanceModel) 
         "decode_per_context": decode.per_context,
         "decode_per_rank": decode.per_rank,
         "rank_term": RANK_TERMS.index(decode.rank_term),
+        "decode_padded_rank": decode.padded_rank,
         "prefill_base": prefill.base,
         "prefill_per_token": prefill.per_token,
         "prefill_per_token2": prefill.per_token2,
         "prefill_per_token_rank": prefill.per_token_rank,
+        "prefill_padded_rank": prefill.padded_rank,
         "device_per_byte": 1 / model.to_device.bandwidth,
         "device_wait": model.to_device.latency + record.loading_bytes / model.to_device.bandwidth,
         "store_latency": model.from_store.latency,

@@ -19,7 +19,7 @@ from garnish.cli.profile import run_measurement, show
 from garnish.errors import FrontDoorError
 from garnish.screen import Screen
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey, check
-from node_agent.config import EngineConfig, ProfileProcessConfig
+from node_agent.config import EngineConfig, ProfileProcessConfig, VllmConfig
 from tests.cluster.measured import PROFILE
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +122,24 @@ def test_silence_has_an_end() -> None:
 def test_an_early_end_is_told() -> None:
     with pytest.raises(FrontDoorError, match="ended too early"):
         run_measurement(NO_ENGINE, print, (sys.executable, "-c", "raise SystemExit(3)"))
+
+
+def test_a_vllm_is_measured_in_its_own_environment() -> None:
+    config = msgspec.structs.replace(NO_ENGINE, engine="vllm", vllm=VllmConfig("/nowhere/python"))
+    with pytest.raises(FrontDoorError, match="the measurement: /nowhere/python can't be run: No such file"):
+        run_measurement(config, print)
+
+
+def test_a_vllm_has_no_cold_start_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    decode, prefill = PROFILE.decode, PROFILE.prefill
+    padded = msgspec.structs.replace(decode.model, padded_rank=64)
+    found = msgspec.structs.replace(PROFILE, decode=msgspec.structs.replace(decode, model=padded), prefill=prefill)
+    measured = {"cold_start": None, "performance": msgspec.to_builtins(found)}
+    show(measured, Path("state/node-1.json"), Screen())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("a decode step: 30.00 ms")
+    assert "us of the ranks of adapters, each adapter counted as rank 64 (R^2" in lines[0]
+    assert lines[-1] == "written to state/node-1.performance.json"
 
 
 def test_a_measurement_without_its_command_does_not_start() -> None:

@@ -26,7 +26,8 @@ class ListedRecord(NodeRecord, frozen=True, kw_only=True, omit_defaults=True):
         fields = {name: getattr(self, name) for name in NodeRecord.__struct_fields__}
         slots = [None if slot < 0 else slot for slot in self.batch_slots]
         slots += [None] * (len(self.batch_ranks) - len(slots))
-        sums = rank_sums(list(zip(slots, self.batch_ranks, strict=False)), self.queued_ranks)
+        padded = self.performance.decode.padded_rank if self.performance is not None else 0
+        sums = rank_sums(list(zip(slots, self.batch_ranks, strict=False)), self.queued_ranks, padded)
         return NodeRecord(**{**fields, "contexts": sum(self.batch_contexts), **sums})
 
 

@@ -11,12 +11,12 @@ from garnish.simulation.simulator import Simulator
 from gateway.scheduling.baselines import MostIdle
 
 
-def model(rank_term: RankTerm = "max_rank", exposed_share: float = 0.3) -> PerformanceModel:
+def model(rank_term: RankTerm = "max_rank", exposed_share: float = 0.3, padded_rank: int = 0) -> PerformanceModel:
     """Odd numbers, so that no two events fall together by chance."""
     return PerformanceModel(
         key=ModelKey("test", "base", "float32", "cpu", "test"),
-        decode=DecodeModel(0.0101, 0.00037, 1.3e-6, 2.1e-5, rank_term, flat_rows=2),
-        prefill=PrefillModel(0.0053, 0.00019, 1.7e-8, 1.1e-6),
+        decode=DecodeModel(0.0101, 0.00037, 1.3e-6, 2.1e-5, rank_term, flat_rows=2, padded_rank=padded_rank),
+        prefill=PrefillModel(0.0053, 0.00019, 1.7e-8, 1.1e-6, padded_rank),
         to_device=Transfer(0.0007, 3.1e6),
         from_store=Transfer(0.0011, 9.7e5),
         exposed_share=exposed_share,

@@ -56,11 +56,13 @@ def _iterate(rows: list[Row], profile: NodeProfile) -> float:
             left -= length
     seconds = 0.0
     if decoding:
-        ranks = [row.job.rank for row in decoding]
+        padded = model.decode.padded_rank
+        ranks = [row.job.rank and max(row.job.rank, padded) for row in decoding]
+        apart = {row.job.digest: rank for row, rank in zip(decoding, ranks, strict=True) if row.job.digest}
         term = {
             "max_rank": len(ranks) * max(ranks),
             "request_ranks": sum(ranks),
-            "adapter_ranks": sum({row.job.digest: row.job.rank for row in decoding if row.job.digest}.values()),
+            "adapter_ranks": sum(apart.values()),
         }[model.decode.rank_term]
         seconds += model.decode.base + model.decode.per_row * max(0, len(ranks) - model.decode.flat_rows)
         seconds += model.decode.per_rank * term
@@ -72,7 +74,9 @@ def _iterate(rows: list[Row], profile: NodeProfile) -> float:
         for row, length in chunks:
             end = row.computed + length
             seconds += model.prefill.per_token * length + model.prefill.per_token2 * (end**2 - row.computed**2)
-            seconds += model.prefill.per_token_rank * length * row.job.rank
+            seconds += (
+                model.prefill.per_token_rank * length * (row.job.rank and max(row.job.rank, model.prefill.padded_rank))
+            )
             row.computed = end
     for row in decoding:
         row.computed += 1

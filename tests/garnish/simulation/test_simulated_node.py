@@ -48,10 +48,15 @@ def jobs_of(drawn: list[tuple[int, int, int, int, str | None]]) -> list[Job]:
 
 
 @pytest.mark.parametrize("term", ["max_rank", "request_ranks", "adapter_ranks"])
-@given(drawn=JOBS, one_pass=st.booleans())
-def test_it_does_what_one_does_that_goes_step_by_step(term: str, drawn: list, one_pass: bool) -> None:
+@given(drawn=JOBS, one_pass=st.booleans(), padded=st.sampled_from([0, 24]))
+def test_it_does_what_one_does_that_goes_step_by_step(term: str, drawn: list, one_pass: bool, padded: int) -> None:
     profile = msgspec.structs.replace(
-        CACHED, performance=model(term), one_pass=one_pass, kv_tokens=320, queue_limit=100, chunk_tokens=50
+        CACHED,
+        performance=model(term, padded_rank=padded),
+        one_pass=one_pass,
+        kv_tokens=320,
+        queue_limit=100,
+        chunk_tokens=50,
     )
     jobs = jobs_of(drawn)
     run(jobs, profile)

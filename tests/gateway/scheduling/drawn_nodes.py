@@ -17,6 +17,8 @@ ITEM_SIZES = st.sampled_from([0, 2, 4])
 """Of which 0 is not told."""
 RANKS = st.integers(0, 512)
 SMALL = st.floats(0, 1e-2)
+PADDED = st.sampled_from([0, 0, 64, 512])
+"""Rank to which a kernel pads; 0: it does not."""
 MODELS = st.builds(
     lambda decode, prefill, device, store, share: msgspec.structs.replace(
         MEASURED, decode=decode, prefill=prefill, to_device=device, from_store=store, exposed_share=share
@@ -29,8 +31,9 @@ MODELS = st.builds(
         st.floats(0, 1e-4),
         st.sampled_from(["max_rank", "request_ranks", "adapter_ranks"]),
         st.integers(0, 6),
+        PADDED,
     ),
-    st.builds(PrefillModel, SMALL, st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(0, 1e-6)),
+    st.builds(PrefillModel, SMALL, st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(0, 1e-6), PADDED),
     st.builds(Transfer, SMALL, st.floats(1e6, 1e11)),
     st.builds(Transfer, SMALL, st.floats(1e6, 1e11)),
     st.floats(0, 1),

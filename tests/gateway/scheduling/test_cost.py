@@ -18,6 +18,10 @@ from gateway.scheduling.request import PlacementRequest
 from tests.support.listed_record import ListedRecord
 
 
+def as_counted(rank: int, padded: int) -> int:
+    return 0 if rank == 0 else max(rank, padded)
+
+
 def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
     if model.decode.rank_term == "max_rank":
         return len(ranks) * max(ranks, default=0)
@@ -27,16 +31,21 @@ def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
 def reference(record: ListedRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
     """(total, how near the nearest promise is to being broken, as a ratio)."""
     model, answer = record.performance or ASSUMED, request.expected_tokens or max(1.0, request.demand.max_tokens / 2)
+    padded = model.decode.padded_rank
+    rank = as_counted(request.demand.rank, padded)
     ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in demands)]
+    ranks = [as_counted(each, padded) for each in ranks]
     shared = request.digest is not None and any(entry.in_use for entry in record.residents)
     waiting = record.prompt_tokens_left + sum(demand.prompt_tokens for demand in demands)
     contexts, mine = sum(record.batch_contexts) + waiting, request.demand.prompt_tokens + answer / 2
     before = model.decode.seconds(len(ranks), contexts, ranks_term(model, ranks, sum(ranks)))
-    then = ranks_term(model, [*ranks, request.demand.rank], sum(ranks) + (0 if shared else request.demand.rank))
+    then = ranks_term(model, [*ranks, rank], sum(ranks) + (0 if shared else rank))
     step = model.decode.seconds(len(ranks) + 1, contexts + mine, then)  # type: ignore[arg-type]
     d_decode = step - before
     tokens = request.demand.prompt_tokens
-    d_prefill = model.prefill.seconds(waiting + tokens, tokens**2, tokens * request.demand.rank)
+    d_prefill = model.prefill.seconds(
+        waiting + tokens, tokens**2, tokens * as_counted(request.demand.rank, model.prefill.padded_rank)
+    )
     d_prefill -= model.prefill.seconds(waiting, 0, 0)
     exposed, tier, size = 0.0, "device", float(request.adapter_bytes)
     if record.adapter_itemsize and request.adapter_itemsize:
@@ -88,7 +97,9 @@ def _queue(
         before = [demand for demand in demands if demand.slo_class == "strict"]
     waiting += sum(demand.prompt_tokens for demand in before)
     prompts = model.prefill.per_token * waiting
-    prompts += model.prefill.per_token_rank * sum(demand.prompt_tokens * demand.rank for demand in before)
+    padded = model.prefill.padded_rank
+    ranks = sum(demand.prompt_tokens * as_counted(demand.rank, padded) for demand in before)
+    prompts += model.prefill.per_token_rank * ranks
     if request.demand.slo_class == "strict" and prompts > 0:
         prompts += model.prefill.base
     others = (request.typical_tokens or answer) * step

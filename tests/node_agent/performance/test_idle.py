@@ -19,6 +19,7 @@ from node_agent.engine_loop import Loop
 from node_agent.engine_process import ready_message
 from node_agent.ipc import Finished, Generated, Stats, Submit, encode
 from node_agent.performance import idle as idle_module
+from node_agent.performance import idle_base
 from node_agent.performance.idle import IdleMeasurement
 from node_agent.types import Pass, PassLora, StepBatch
 from tests.node_agent.test_engine_process import received
@@ -176,9 +177,9 @@ def test_slices_are_far_apart_while_others_use_the_processors(
 ) -> None:
     engine = make_engine()
     idle = IdleMeasurement(engine.engine, engine.config, engine.base)
-    monkeypatch.setattr(idle_module, "others_share", lambda before, after: used_by_others)
+    monkeypatch.setattr(idle_base, "others_share", lambda before, after: used_by_others)
     pause = 0.3
-    monkeypatch.setattr(idle_module, "SHARED_PAUSE_S", pause)
+    monkeypatch.setattr(idle_base, "SHARED_PAUSE_S", pause)
     until = time.monotonic() + 200
     while not idle.work(lambda: False):
         assert time.monotonic() < until
@@ -205,7 +206,7 @@ def test_a_node_without_room_says_that_it_has_no_model(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(kv_memory=2 * 20480)
-    monkeypatch.setattr(idle_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(idle_base, "PAUSE_S", 0.0)
     idle, until = IdleMeasurement(engine.engine, engine.config, engine.base), time.monotonic() + 200
     while not idle.ended:
         assert time.monotonic() < until

@@ -28,14 +28,15 @@ from node_agent.performance import idle as idle_module
 from node_agent.performance import setup, sweep
 from node_agent.performance.cases import IDLE
 from node_agent.performance.idle import IdleMeasurement
-from node_agent.performance.links import measure_store, store_transfer
+from node_agent.performance.links import measure_store
+from node_agent.performance.reads import store_transfer
 from node_agent.performance.setup import (
     exposed_share,
     measure_performance,
     model_key,
-    performance_file,
     use_performance,
 )
+from node_agent.performance.stored import performance_file
 from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.runner.products import Products
 from node_agent.types import StepOutput

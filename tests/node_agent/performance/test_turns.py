@@ -13,7 +13,7 @@ from node_agent import engine_loop
 from node_agent.coldstart.auto_workers import JUDGED
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
-from node_agent.performance import idle as idle_module
+from node_agent.performance import idle_base as idle_module
 from node_agent.performance.idle import IdleMeasurement
 from tests.node_agent.coldstart.idle_work import manager_of
 from tests.node_agent.performance.test_idle import loop_of
