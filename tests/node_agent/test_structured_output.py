@@ -175,3 +175,22 @@ def test_a_request_can_be_cancelled_while_its_grammar_compiles(make_engine: Make
     engine.engine.cancel(request)
     engine.run()
     assert engine.outcomes[request].finished.reason == "cancelled"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        json_form({"$ref": "#"}),
+        Grammar("regex", "a[^\\s\\S]"),
+        Grammar("regex", "o?(((a{1000}){1000}){1000})"),
+        Grammar("lark", "start: /o*/ T" + " a?" * 1900 + '\nT: "n"\na: "x"'),
+    ],
+)
+def test_a_form_that_can_be_followed_no_further_is_an_error(make_engine: MakeEngine, grammar: Grammar) -> None:
+    """An end token is all that such a form allows, so the answer would otherwise seem complete."""
+    engine = make_engine()
+    request = engine.submit(STORY, 30, sampling=Sampling(temperature=0.0, grammar=grammar))
+    engine.run()
+    finished = engine.outcomes[request].finished
+    assert finished is not None
+    assert (finished.reason, finished.error_type) == ("error", "validation_failed"), finished
