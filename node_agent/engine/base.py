@@ -175,6 +175,8 @@ class EngineBase(ABC):
                 self._fail_grammar(request, problem)
 
     def _fail_grammar(self, request: Request, problem: str) -> None:
+        if self.grammars is not None and request.sampling.grammar is not None:
+            self.grammars.forget(request.sampling.grammar)
         self._finish(request, "error", "validation_failed", f"the output's form can't be kept: {problem}")
 
     def _admit(self) -> None:
