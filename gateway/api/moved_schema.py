@@ -11,8 +11,10 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 
 
 def moved(schema: Any, place: str) -> Any:
-    """Returns the schema with its references to its own parts changed, as they must be when it stands at `place`, a
-    JSON pointer in a whole schema. Schemas with an `$id` refer to themselves, and stay as they are."""
+    """Returns the schema as it must be when it stands at `place`, a JSON pointer in another schema.
+
+    Its references to its own parts begin with `place`. Schemas with an `$id` refer to themselves, and stay as they are.
+    """
     if isinstance(schema, list):
         return [moved(each, place) for each in schema]
     if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):

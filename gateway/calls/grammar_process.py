@@ -22,7 +22,7 @@ CHECK_SECONDS = 2.0
 
 class Checked(msgspec.Struct, frozen=True):
     problem: str
-    """Why the form can't be kept; an empty text if it can."""
+    """Reason why the form can't be kept; an empty text if it can."""
     last: bool
     """True if the process uses so much memory that it should be replaced after this answer."""
 

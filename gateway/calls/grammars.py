@@ -74,7 +74,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._threads = LeavableThreads(WAITING)
-        self._helper, self._turn = HelperProcess("gateway.calls.grammar_process"), Lock()
+        self._helper, self._lock = HelperProcess("gateway.calls.grammar_process"), Lock()
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         """problem of each checked grammar, by its digest"""
 
@@ -102,7 +102,7 @@ class GrammarChecks:
 
     def _problem_of(self, grammar: Grammar) -> str:
         """Returns why the grammar can't be kept; an empty text if it can. Blocks. Raises ServiceError."""
-        with self._turn:
+        with self._lock:
             try:
                 checked = msgspec.msgpack.decode(self._helper.ask(grammar, ANSWER_SECONDS), type=Checked)
             except TimeoutError:

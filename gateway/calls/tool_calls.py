@@ -80,7 +80,7 @@ class ToolParser:
         """text that is not sent yet"""
         self._call: _Call | None = None
         """call that has begun; None: outside of calls"""
-        self._held = ""
+        self._space = ""
         """whitespace before the call that has begun, which is left out if it proves to be one"""
         self._is_text = False
         """for forms without an opening: the answer is text"""
@@ -117,7 +117,7 @@ class ToolParser:
             size = len(text[:size].rstrip())
         if size:
             yield Text(text[:size])
-        self._held = text[size:] if opening else ""
+        self._space = text[size:] if opening else ""
         self._buffer = rest if opening else "" if last else text[size:]
         if opening:
             self._call = _Call(self.calls)
@@ -152,8 +152,8 @@ class ToolParser:
             yield from pieces
         else:
             self._is_text = True
-            yield Text(self._held + self._form.opening + body + closing)
-        self._buffer, self._call, self._held = rest, None, ""
+            yield Text(self._space + self._form.opening + body + closing)
+        self._buffer, self._call, self._space = rest, None, ""
 
     def _parted(self, start: int, scan: _ObjectScan, last: bool) -> tuple[str, str, str]:
         """Returns the call's text so far, its closing if it has come, and the text after it. A closing inside of the
@@ -164,8 +164,8 @@ class ToolParser:
         if not (scan.end or scan.broken or last):
             return text, "", ""
         body, closing, rest = text[start:].partition(mark)
-        held = 0 if closing or last else overlap(body, mark)
-        return text[:start] + body[: len(body) - held], closing, rest
+        waiting = 0 if closing or last else overlap(body, mark)
+        return text[:start] + body[: len(body) - waiting], closing, rest
 
 
 class _Call:
@@ -203,8 +203,8 @@ class _Call:
             return []
         arguments = call.get("arguments", call.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        whole = text.encode(errors="replace").decode()  # a lone surrogate is no text
-        return [CallBegin(self._index, name), CallArguments(self._index, whole)]
+        plain = text.encode(errors="replace").decode()  # a lone surrogate is no text
+        return [CallBegin(self._index, name), CallArguments(self._index, plain)]
 
 
 class _ObjectScan:
@@ -221,15 +221,15 @@ class _ObjectScan:
     def feed(self, text: str) -> int:
         """Returns `end`. `text`: from its begin to now."""
         while not (self.end or self.broken):
-            found = (IN_STRING if self._quoted else OUT_OF_STRING).search(text, self._place)
-            if found is None:
+            mark = (IN_STRING if self._quoted else OUT_OF_STRING).search(text, self._place)
+            if mark is None:
                 self._place = max(self._place, len(text))
                 break
-            if found[0] == "\\" and self._quoted:
-                self._place = found.end() + 1  # also if the escaped character is still to come
+            if mark[0] == "\\" and self._quoted:
+                self._place = mark.end() + 1  # also if the escaped character is still to come
             else:
-                self._place = found.end()
-                self._read(found[0])
+                self._place = mark.end()
+                self._read(mark[0])
         return self.end
 
     def _read(self, mark: str) -> None:
