@@ -13,7 +13,15 @@ from jinja2.meta import find_undeclared_variables
 
 from cluster.sandbox import Sandbox
 
-ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 """Exceptions that a template may raise when it renders messages for which it was not written."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from time import process_time
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +22,8 @@ WHITESPACE = r"( |\n[ \t]{0,16})?"
 otherwise write nothing but whitespace until their limit."""
 MAX_CHECKED_PARTS = 500
 """Maximum parts of a schema that are checked one by one to find the refused one."""
+MAX_SEARCH_SECONDS = 0.5
+"""Maximum processor time of that search."""
 OPTIONS: JsonCompileOptions = {"whitespace_pattern": WHITESPACE}
 
 
@@ -50,7 +53,7 @@ def problem_of(grammar: Grammar, tokenizer: LLTokenizer | None = None) -> str:
         return f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are served"
     try:
         problem = LLMatcher.validate_grammar(compiled_form(grammar), tokenizer, limits=limits())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return str(error)
     if problem and grammar.kind == "json":
         place, problem = _refused_part(json.loads(grammar.text), problem)
@@ -60,7 +63,7 @@ def problem_of(grammar: Grammar, tokenizer: LLTokenizer | None = None) -> str:
 
 def _refused_part(schema: Any, problem: str) -> tuple[str, str]:
     """Returns the JSON pointer of the innermost part of the schema that is refused alone, and the reason."""
-    place, checked = "", 0
+    place, checked, end = "", 0, process_time() + MAX_SEARCH_SECONDS
     definitions = {
         name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema
     }
@@ -72,8 +75,8 @@ def _refused_part(schema: Any, problem: str) -> tuple[str, str]:
             if reason := LLMatcher.validate_grammar(_schema_form(alone), limits=limits()):
                 place, problem, part = f"{place}/{step}", reason, inner
                 break
-            if checked >= MAX_CHECKED_PARTS:
-                break
+            if checked >= MAX_CHECKED_PARTS or process_time() > end:
+                return place, problem
         else:
             break
     return place, problem

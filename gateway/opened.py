@@ -17,6 +17,7 @@ from adapters.open_store import open_checked_store
 from adapters.store import ObjectStore
 from cluster.secret import read_secret
 from gateway.calls.chat_templates import ChatTemplates
+from gateway.calls.grammars import GrammarChecks
 from gateway.config import GatewayConfig, usage_directory
 from gateway.places.pools import Pools
 from gateway.residency.remote_trainer import RemoteTrainer
@@ -34,6 +35,7 @@ class Opened:
     pools: Pools
     base: BaseModel
     inspector: Inspector
+    grammars: GrammarChecks
     templates: ChatTemplates
     trainer: RemoteTrainer
     store: ObjectStore
@@ -61,6 +63,7 @@ async def open_outside(config: GatewayConfig, metrics: Metrics) -> AsyncIterator
             pools=pools,
             base=base,
             inspector=stack.enter_context(closing(Inspector(base, inspectors))),
+            grammars=stack.enter_context(closing(GrammarChecks())),
             templates=stack.enter_context(closing(ChatTemplates(pools["templates"]))),
             trainer=stack.enter_context(closing(RemoteTrainer())),
             store=store,

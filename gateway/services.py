@@ -12,7 +12,6 @@ from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from gateway.background import background
 from gateway.batches.runner import make_batches
-from gateway.calls.grammars import GrammarChecks
 from gateway.calls.request import InputProcessor
 from gateway.catalog.rate_limiter import RateLimiter
 from gateway.catalog.store_probe import StoreProbe
@@ -89,7 +88,7 @@ def _make_calls(opened: Opened, records: Records, traffic: Traffic) -> Calls:
         base=opened.base,
         text=records.text,
         text_threads=text_threads,
-        grammars=GrammarChecks(text_threads),
+        grammars=opened.grammars,
         templates=opened.templates,
         functions=records.functions,
         callers=records.callers,

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from adapters.functions import StopText
 from gateway.api import schema
+from gateway.api.moved_schema import moved
 
 HARMLESS = (
     "metadata",
@@ -64,7 +65,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the call as chat templates read it: arguments as an object where they are one."""
         try:
             arguments: Any = msgspec.json.decode(self.function.arguments or "{}")
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             arguments = self.function.arguments
         return {
             "id": self.id,
@@ -183,12 +184,14 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.name},
-                    "arguments": {"type": "object"} if tool.parameters is None else tool.parameters,
+                    "arguments": {"type": "object"}
+                    if tool.parameters is None
+                    else moved(tool.parameters, f"#/anyOf/{place}/properties/arguments"),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for tool in self.forced_tools
+            for place, tool in enumerate(self.forced_tools)
         ]
         return {"anyOf": calls} if calls else None
 

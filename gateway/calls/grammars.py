@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from hashlib import sha256
+from threading import Lock
 
-from cluster.grammars import problem_of
+import msgspec
+
+from adapters.helper_process import HelperEnded, HelperProcess
+from cluster.errors import ServiceError
 from cluster.messages import Grammar
 from gateway.api.schema import GenerationParams, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from gateway.calls.grammar_process import CHECK_SECONDS, Checked
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.errors import invalid
 
 CHECKED = 1024
-"""Number of checked grammars that are remembered."""
+"""Number of checked grammars whose outcomes are remembered."""
+WAITING = 16
+"""Maximum number of checks that wait at once."""
+ANSWER_SECONDS = 30.0
+"""Seconds to wait for one check, including the start of the process."""
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
@@ -57,20 +70,49 @@ def _of_structured_outputs(stated: StructuredOutputs | None) -> Iterator[tuple[s
 
 
 class GrammarChecks:
-    """Checks of grammars in one gateway worker, in threads, with a cache of what was accepted."""
+    """Checks of grammars in one gateway worker, in a helper process, with a cache of their outcomes."""
 
-    def __init__(self, threads: LeavableThreads) -> None:
-        self._threads = threads
-        self._accepted: OrderedDict[Grammar, None] = OrderedDict()
+    def __init__(self) -> None:
+        self._threads = LeavableThreads(WAITING)
+        self._helper, self._lock = HelperProcess("gateway.calls.grammar_process"), Lock()
+        self._checked: OrderedDict[bytes, str] = OrderedDict()
+        """problem of each checked grammar, by its digest"""
 
-    async def check(self, field: str, grammar: Grammar) -> None:
-        """Raises ServiceError `validation_failed` that names the field, and for a schema the place in it, if the
-        grammar can't be kept."""
-        if grammar not in self._accepted:
-            problem = await self._threads.run(lambda: problem_of(grammar))
-            if problem:
-                raise invalid(field.split(".")[0], f"{field} can't be kept: {problem}")
-        self._accepted[grammar] = None
-        self._accepted.move_to_end(grammar)
-        while len(self._accepted) > CHECKED:
-            self._accepted.popitem(last=False)
+    def close(self) -> None:
+        """Kills the helper process, and abandons its check."""
+        self._helper.kill()
+
+    async def check(self, field: str, grammar: Grammar, deadline: float) -> None:
+        """Raises ServiceError: `validation_failed` that names the field, and for a schema the place in it, if the
+        grammar can't be kept; `timeout` after `deadline` in monotonic seconds; `unavailable`."""
+        key = sha256(msgspec.msgpack.encode(grammar)).digest()
+        problem = self._checked.get(key)
+        if problem is None:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    problem = await self._threads.run(lambda: self._problem_of(grammar))
+            except TimeoutError:
+                raise ServiceError("timeout", "the timeout passed before the answer's form was checked") from None
+        self._checked[key] = problem
+        self._checked.move_to_end(key)
+        while len(self._checked) > CHECKED:
+            self._checked.popitem(last=False)
+        if problem:
+            raise invalid(field.split(".")[0], f"{field} can't be kept: {problem}")
+
+    def _problem_of(self, grammar: Grammar) -> str:
+        """Returns why the grammar can't be kept; an empty text if it can. Blocks. Raises ServiceError."""
+        with self._lock:
+            try:
+                checked = msgspec.msgpack.decode(self._helper.ask(grammar, ANSWER_SECONDS), type=Checked)
+            except TimeoutError:
+                why = f"this host is too busy to check the answer's form within {ANSWER_SECONDS:g} s"
+                raise ServiceError("unavailable", why, retry_after=1.0) from None
+            except HelperEnded as ended:
+                if ended.code in (-signal.SIGKILL, -signal.SIGTERM):
+                    why = "the process that checks the forms of answers was ended from outside"
+                    raise ServiceError("unavailable", why, retry_after=1.0) from None
+                return f"its check takes more than {CHECK_SECONDS:g} s of processor time, or too much memory"
+            if checked.last:
+                self._helper.end()
+            return checked.problem

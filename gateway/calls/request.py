@@ -125,7 +125,7 @@ class InputProcessor:
         deadline = watch.received + self._timeout(stated, target)
         parameters = resolve(merged, self.text, self.base.vocab_size)
         if (form := grammar_of(merged)) is not None:
-            await self.grammars.check(*form)
+            await self.grammars.check(*form, deadline)
             parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=form[1])
         keep = kept_prompt_tokens(merged, context)
         source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)

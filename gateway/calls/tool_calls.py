@@ -11,11 +11,14 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.calls.marks import overlap
 
-HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,400}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """Begin of a call whose name comes before its arguments."""
+IN_STRING = re.compile(r'["\\\x00-\x1f]')
+OUT_OF_STRING = re.compile(r'["{}\[\]]|[^\s"{}\[\]]+')
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class ToolParser:
         """text that is not sent yet"""
         self._call: _Call | None = None
         """call that has begun; None: outside of calls"""
+        self._space = ""
+        """whitespace before the call that has begun, which is left out if it proves to be one"""
         self._is_text = False
         """for forms without an opening: the answer is text"""
         self.calls = 0
@@ -112,6 +117,7 @@ class ToolParser:
             size = len(text[:size].rstrip())
         if size:
             yield Text(text[:size])
+        self._space = text[size:] if opening else ""
         self._buffer = rest if opening else "" if last else text[size:]
         if opening:
             self._call = _Call(self.calls)
@@ -133,28 +139,33 @@ class ToolParser:
 
     def _inside(self, call: _Call, last: bool) -> Iterator[Piece]:
         """Sends what the call has, and ends it at its closing."""
-        body, closed, rest = self._buffer, last, ""
-        if self._form.closing:
-            body, closing, rest = self._buffer.partition(self._form.closing)
-            closed = bool(closing) or last
-            if not closed:
-                body = body[: len(body) - overlap(body, self._form.closing)]
-        else:
-            length = _object_length(body)
-            body, rest, closed = (body[:length], body[length:], True) if length else (body, "", last)
+        body, closing, rest = self._parted(call.scan.feed(self._buffer) or call.sent, call.scan, last)
         yield from call.feed(body, self._form.names)
-        if not closed:
+        if not (closing or last or (not self._form.closing and call.scan.end)):
             return
         if call.name:
             self.calls += 1
+            if more := body[call.scan.end :].strip() if call.scan.end else "":
+                yield Text(more)
         elif pieces := call.end(body, self._form.names):
             self.calls += 1
             yield from pieces
         else:
-            closing = self._form.closing if self._buffer.startswith(body + self._form.closing) else ""
             self._is_text = True
-            yield Text(self._form.opening + body + closing)
-        self._buffer, self._call = rest, None
+            yield Text(self._space + self._form.opening + body + closing)
+        self._buffer, self._call, self._space = rest, None, ""
+
+    def _parted(self, start: int, scan: _ObjectScan, last: bool) -> tuple[str, str, str]:
+        """Returns the call's text so far, its closing if it has come, and the text after it. A closing inside of the
+        call's JSON object is part of it. `start`: place from which a closing is searched."""
+        text, mark = self._buffer, self._form.closing
+        if not mark:
+            return (text[: scan.end], "", text[scan.end :]) if scan.end else (text, "", "")
+        if not (scan.end or scan.broken or last):
+            return text, "", ""
+        body, closing, rest = text[start:].partition(mark)
+        waiting = 0 if closing or last else overlap(body, mark)
+        return text[:start] + body[: len(body) - waiting], closing, rest
 
 
 class _Call:
@@ -164,49 +175,77 @@ class _Call:
         self._index = index
         self.name = ""
         """name, once it was sent"""
-        self._begin = self._sent = 0
+        self.scan = _ObjectScan()
+        self._arguments = _ObjectScan()
+        self._begin = self.sent = 0
         """place in the body where the arguments begin, and to which they were sent"""
 
     def feed(self, body: str, names: frozenset[str]) -> Iterator[Piece]:
         """Sends the parts of the body, from its begin to now, that are complete and were not sent."""
         if not self.name:
             head = HEAD.match(body)
-            name = json.loads(head[1]) if head else None
+            name = _loaded(head[1]) if head else None
             if head is None or name not in names:
                 return
-            self.name, self._begin, self._sent = name, head.end(), head.end()
+            self.name, self._begin, self.sent = name, head.end(), head.end()
             yield CallBegin(self._index, name)
         arguments = body[self._begin :]
-        end = self._begin + (_object_length(arguments) or len(arguments))
-        if end > self._sent:
-            yield CallArguments(self._index, body[self._sent : end])
-            self._sent = end
+        end = self._begin + (self._arguments.feed(arguments) or len(arguments))
+        if end > self.sent:
+            yield CallArguments(self._index, body[self.sent : end])
+            self.sent = end
 
     def end(self, body: str, names: frozenset[str]) -> list[Piece]:
         """Returns the pieces of a call of another order or form, which was not sent so far; none if it is no call."""
-        try:
-            call = json.loads(body)
-        except ValueError:
-            return []
-        if not isinstance(call, dict) or call.get("name") not in names:
+        call = _loaded(body)
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or name not in names:
             return []
         arguments = call.get("arguments", call.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return [CallBegin(self._index, call["name"]), CallArguments(self._index, text)]
+        plain = text.encode(errors="replace").decode()  # a lone surrogate is no text
+        return [CallBegin(self._index, name), CallArguments(self._index, plain)]
 
 
-def _object_length(text: str) -> int:
-    """Returns the length of the JSON object at the begin of the text; 0 if it is not complete."""
-    depth, quoted, escaped = 0, False, False
-    for place, character in enumerate(text):
-        if quoted:
-            escaped, quoted = character == "\\" and not escaped, not (character == '"' and not escaped)
-        elif character == '"':
-            quoted = True
-        elif character in "{[":
-            depth += 1
-        elif character in "}]":
-            depth -= 1
-            if not depth:
-                return place + 1
-    return 0
+class _ObjectScan:
+    """Search for the end of a JSON object in text that grows. Each character is read once."""
+
+    def __init__(self) -> None:
+        self._place = self._depth = 0
+        self._quoted = False
+        self.end = 0
+        """Length of the object with the whitespace before it; 0 while it is not complete."""
+        self.broken = False
+        """True if the text is no JSON object, as far as it was read."""
+
+    def feed(self, text: str) -> int:
+        """Returns `end`. `text`: from its begin to now."""
+        while not (self.end or self.broken):
+            mark = (IN_STRING if self._quoted else OUT_OF_STRING).search(text, self._place)
+            if mark is None:
+                self._place = max(self._place, len(text))
+                break
+            if mark[0] == "\\" and self._quoted:
+                self._place = mark.end() + 1  # also if the escaped character is still to come
+            else:
+                self._place = mark.end()
+                self._read(mark[0])
+        return self.end
+
+    def _read(self, mark: str) -> None:
+        if mark == '"':
+            self._quoted = not self._quoted
+        elif mark in "{[":
+            self._depth += 1
+        elif mark in "}]":
+            self._depth -= 1
+            self.end = 0 if self._depth else self._place
+        self.broken = self._depth < 0 or (not self._depth and not self.end) or mark < " "
+
+
+def _loaded(text: str) -> Any:
+    """Returns the value of JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

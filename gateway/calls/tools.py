@@ -61,8 +61,12 @@ def form_of(call: openai.Shared, invocation: Invocation, text: BaseText) -> Answ
 
 
 def opened_reasoning(invocation: Invocation, text: BaseText) -> list[bool]:
-    """Returns, for each generation, whether its prompt ends with the begin of the reasoning."""
-    return [text.decode(request.token_ids[-PROMPT_END:]).rstrip().endswith(OPENING) for request in invocation.requests]
+    """Returns, for each generation, whether its prompt ends with the begin of the reasoning. An answer that has a form
+    begins with its form."""
+    return [
+        request.sampling.grammar is None and text.decode(request.token_ids[-PROMPT_END:]).rstrip().endswith(OPENING)
+        for request in invocation.requests
+    ]
 
 
 def _tool_form(call: openai.ChatRequest, invocation: Invocation, text: BaseText) -> ToolForm | None:

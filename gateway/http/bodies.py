@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
+MAX_NESTING = 200
+"""Maximum depth of objects and lists in a body."""
 
 
 async def stream_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> AsyncGenerator[bytes, None]:
@@ -87,11 +89,25 @@ def _too_large(limit: int) -> ServiceError:
 
 
 def parse_json(data: bytes) -> Any:
-    """Returns the parsed JSON. Raises ServiceError `invalid_request`."""
+    """Returns the parsed JSON. Raises ServiceError `invalid_request`, also if it is nested so deeply that other code
+    could not walk through it."""
     try:
-        return strict_json.loads(data)
+        value = strict_json.loads(data)
     except strict_json.InvalidJson as error:
         raise ServiceError("invalid_request", f"the body is not valid JSON: {error}") from None
+    if data.count(b"{") + data.count(b"[") > MAX_NESTING and _is_deeper(value, MAX_NESTING):
+        raise ServiceError("invalid_request", f"the body is nested more than {MAX_NESTING} levels deep")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    level: list[Any] = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(levels):
+        members = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for each in members for inner in each if isinstance(inner, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def convert(value: Any, kind: type[T]) -> T:

@@ -191,7 +191,12 @@ class EngineBase(ABC):
         for request in [r for r in [*self.queue, *self.running.values()] if r.grammar is not None]:
             problem = request.grammar.problem if request.grammar is not None else ""
             if problem:
-                self._finish(request, "error", "validation_failed", f"the output's form can't be kept: {problem}")
+                self._fail_grammar(request, problem)
+
+    def _fail_grammar(self, request: Request, problem: str) -> None:
+        if self.grammars is not None and request.sampling.grammar is not None:
+            self.grammars.forget(request.sampling.grammar)
+        self._finish(request, "error", "validation_failed", f"the output's form can't be kept: {problem}")
 
     def _admit(self) -> None:
         if not self.queue:
@@ -270,6 +275,9 @@ class EngineBase(ABC):
             request.rules.append_token(token)
         if request.grammar is not None:
             request.grammar.append_token(token)
+            if problem := request.grammar.problem:  # its mask may have allowed the end token alone
+                self._fail_grammar(request, problem)
+                return
         self._events.append(Generated(request.id, token, top))
         self.queue.charge_token(request)
         ended = end_of(request, self.eos_ids)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
+from time import thread_time
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -21,6 +22,9 @@ log = logging.getLogger("garnish.engine")
 THREADS = 2
 CACHED = 64
 """Number of compiled grammars that are kept."""
+MAX_MASK_SECONDS = 0.2
+"""Maximum processor time of a first mask. Forms with much repetition inside of repetition take more, and
+some 100 MB."""
 
 
 class RequestGrammar:
@@ -94,14 +98,32 @@ class Grammars:
             if compiled.is_error():
                 raise ValueError(compiled.get_error())
         matcher = compiled.deep_copy()
+        if generated and not matcher.consume_tokens(generated):
+            raise ValueError(f"the tokens generated so far are not of this form: {matcher.get_error()}")
+        self._compute_first_mask(matcher)
         with self._lock:
             self._compiled[grammar] = compiled
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
-        if generated and not matcher.consume_tokens(generated):
-            raise ValueError(f"the tokens generated so far are not of this form: {matcher.get_error()}")
         return matcher
+
+    def forget(self, grammar: Grammar) -> None:
+        """Drops a grammar that could not be followed from the cache. Its masks may have taken much memory, which all
+        copies share."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
+
+    def _compute_first_mask(self, matcher: LLMatcher) -> None:
+        """Computes the first mask in this thread, because it takes longest. Its work is kept for all copies. Raises
+        ValueError if no token may follow, or if it took too long."""
+        begin = thread_time()
+        fill_next_token_bitmask(matcher, allocate_token_bitmask(1, self._vocab_size))
+        took = thread_time() - begin
+        if problem := matcher.get_error():
+            raise ValueError(problem)
+        if took > MAX_MASK_SECONDS:
+            raise ValueError(f"to find the first token took {took:.2f} s; repeat fewer parts inside of each other")
 
 
 def _read_tokenizer(file: Path, vocab_size: int, eos_ids: frozenset[int]) -> LLTokenizer | None:

@@ -190,3 +190,69 @@ def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI, http: httpx.C
     assert without["choices"][0]["message"]["content"] == "yes"
     plain = http.post("/v1/chat/completions", json=body | {"model": "dragon"}).json()
     assert "<think>" in plain["choices"][0]["message"]["content"]
+
+
+def test_a_forced_tool_with_definitions_of_its_own(client: openai.OpenAI) -> None:
+    """Pydantic writes the parts of a model's schema as definitions at its root."""
+    age = {"type": "integer", "minimum": 0, "maximum": 9}
+    parameters = {
+        "type": "object",
+        "properties": {"pet": {"$ref": "#/$defs/Pet"}},
+        "required": ["pet"],
+        "additionalProperties": False,
+        "$defs": {"Pet": {"type": "object", "properties": {"age": age}, "required": ["age"],
+                          "additionalProperties": False}},
+    }  # fmt: skip
+    tools: list[Any] = [TOOLS[0], {"type": "function", "function": {"name": "keep", "parameters": parameters}}]
+    named: Any = {"type": "function", "function": {"name": "keep"}}
+    chat = client.chat.completions.create(model=BASE, messages=MESSAGES, tools=tools, tool_choice=named)
+    (call,) = chat.choices[0].message.tool_calls or []
+    assert 0 <= json.loads(call.function.arguments)["pet"]["age"] <= 9  # type: ignore[union-attr]
+    client.chat.completions.create(model=BASE, messages=MESSAGES, tools=tools, tool_choice="required")
+
+
+@pytest.mark.parametrize("model", [BASE, "thinker"])
+def test_a_form_after_a_prompt_that_has_opened_the_reasoning(client: openai.OpenAI, model: str) -> None:
+    chat = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Once upon a time <think>"}],
+        extra_body={"structured_outputs": {"choice": ["cat", "dog"]}},
+    )
+    assert chat.choices[0].message.content in ("cat", "dog")
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"items": value}
+    return value
+
+
+def asked_with(depth: int) -> Iterator[dict[str, Any]]:
+    deep = nested(depth)
+    function = {"name": "f", "arguments": json.dumps(deep)}
+    yield {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}], "tool_choice": "required"}
+    yield {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]}
+    yield {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": function}]}]}
+    yield {"chat_template_kwargs": {"enable_thinking": deep}}
+    yield {"structured_outputs": {"json": deep}}
+    yield {"structured_outputs": {"json": json.dumps(deep)}}
+    yield {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": deep}}}
+
+
+@pytest.mark.parametrize("depth", [100, 300, 450, 900])
+def test_deep_values_are_served_or_refused(http: httpx.Client, depth: int) -> None:
+    for more in asked_with(depth):
+        try:
+            body = json.dumps({"model": BASE, "messages": MESSAGES, "max_tokens": 2, **more})
+        except RecursionError:
+            continue
+        answer = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400), (answer.text, list(more))
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "self", "context", "caller", "m"])
+def test_no_value_takes_the_place_of_the_templates_own(http: httpx.Client, name: str) -> None:
+    body = {"model": BASE, "messages": MESSAGES, "max_tokens": 2, "chat_template_kwargs": {name: [{"content": "x"}]}}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from time import process_time
 
 import pytest
 
@@ -52,6 +53,18 @@ CASES = [
     (hermes, '<tool_call>{"name": "refund"}</tool_call>', "", [("refund", "{}")]),
     (hermes, '<tool_call>{"name": "refund", "arguments": {"a": [1, {"b', "", [("refund", '{"a": [1, {"b')]),
     (hermes, '<tool_call>{"name": "ref', '<tool_call>{"name": "ref', []),
+    (hermes, 'a\n<tool_call>bad</tool_call> b', 'a\n<tool_call>bad</tool_call> b', []),
+    (hermes, '<tool_call>{"name": "refund", "arguments": {"a": "</tool_call>"}}</tool_call>', "",
+     [("refund", '{"a": "</tool_call>"}')]),
+    (hermes, '<tool_call>{"name": "refund", "arguments": {"a": "b}}\n</tool_call>\n<tool_call>' + REFUND, "",
+     [("refund", '{"a": "b}}\n'), ("refund", "{}")]),
+    (hermes, f"<tool_call>{REFUND} and more</tool_call>", "and more", [("refund", "{}")]),
+    *[(form, before + answer + after, before + answer + after, []) for answer in [
+        '{"name": "\\x", "arguments": {}}', '{"name": "a\nb", "arguments": {}}', '{"name": ["refund"]}',
+        '{"name": {"a": 1}, "arguments": {}}', '{"name": ' + "[" * 5000, '{"name": null}', '{"name": "a', "{\\",
+    ] for form, before, after in [(hermes, "<tool_call>", "</tool_call>"), (llama3_json, "", "")]],
+    (llama3_json, '{"arguments": {"a": "\\ud800"}, "name": "refund"}', "", [("refund", '{"a": "?"}')]),
+    (llama3_json, '{"name": "refund", "arguments": "\\ud800"}', "", [("refund", "?")]),
     (llama3_json, CALL, "", [("find_order", ARGUMENTS)]),
     (llama3_json, f"<|python_tag|>{CALL}; {REFUND}", "", [("find_order", ARGUMENTS), ("refund", "{}")]),
     (llama3_json, '{"name": "refund", "parameters": {"id": 2}}', "", [("refund", '{"id": 2}')]),
@@ -77,6 +90,19 @@ def test_drawn_parts_give_the_same_pieces(seed: int) -> None:
             parts.append(answer[at : at + size])
             at += size
         assert parsed(form(NAMES), parts) == (text, calls), parts
+
+
+@pytest.mark.parametrize("begin", ['{"name": "refund", "arguments": {"a": "', '{"answer": "'])
+def test_long_calls_take_a_time_in_proportion_to_their_length(begin: str) -> None:
+    """Text is parsed on the gateway's event loop. The limit is far above the time, and far below that of a parser that
+    reads the call again for each token."""
+    parser = ToolParser(llama3_json(NAMES))
+    began = process_time()
+    parser.feed(begin)
+    for _ in range(10_000):
+        parser.feed('x\\" ')
+    parser.end()
+    assert process_time() - began < 3
 
 
 def test_a_name_comes_before_its_arguments_end() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import time
 from pathlib import Path
 
 import jsonschema
@@ -175,3 +177,39 @@ def test_a_request_can_be_cancelled_while_its_grammar_compiles(make_engine: Make
     engine.engine.cancel(request)
     engine.run()
     assert engine.outcomes[request].finished.reason == "cancelled"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        json_form({"$ref": "#"}),
+        Grammar("regex", "a[^\\s\\S]"),
+        Grammar("regex", "o?(((a{1000}){1000}){1000})"),
+        Grammar("lark", "start: /o*/ T" + " a?" * 1900 + '\nT: "n"\na: "x"'),
+    ],
+)
+def test_a_form_that_can_be_followed_no_further_is_an_error(make_engine: MakeEngine, grammar: Grammar) -> None:
+    """An end token is all that such a form allows, so the answer would otherwise seem complete."""
+    engine = make_engine()
+    request = engine.submit(STORY, 30, sampling=Sampling(temperature=0.0, grammar=grammar))
+    engine.run()
+    finished = engine.outcomes[request].finished
+    assert finished is not None
+    assert (finished.reason, finished.error_type) == ("error", "validation_failed"), finished
+
+
+def test_masks_that_take_long_are_made_in_a_thread_and_not_kept(make_engine: MakeEngine) -> None:
+    """Such a form takes a node some 100 MB and 0.3 s for its first token."""
+    engine = make_engine().engine
+    assert engine.grammars is not None
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    for number in range(6):
+        form = Grammar("regex", f"(((a{{1000}}){{1000}}){{{1000 + number}}})")
+        started = engine.grammars.start(form, [])
+        while not started.ready:
+            time.sleep(0.01)
+    assert resident_bytes() - before < 300 << 20
