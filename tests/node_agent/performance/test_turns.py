@@ -13,7 +13,8 @@ from node_agent import engine_loop
 from node_agent.coldstart.auto_workers import JUDGED
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
-from node_agent.performance import idle_base as idle_module
+from node_agent.performance import idle as idle_module
+from node_agent.performance import idle_base
 from node_agent.performance.idle import IdleMeasurement
 from tests.node_agent.coldstart.idle_work import manager_of
 from tests.node_agent.performance.test_idle import loop_of
@@ -31,10 +32,10 @@ def test_cold_calls_do_not_wait_for_the_performance_model(
     starts, passes = engine.engine.cold_start, [0]
     assert set(JUDGED) <= set(starts.unmeasured)
     monkeypatch.setattr(engine_loop, "QUIET_S", 0.0)
-    monkeypatch.setattr(idle_module, "others_share", lambda *_: used_by_others)
+    monkeypatch.setattr(idle_base, "others_share", lambda *_: used_by_others)
     monkeypatch.setattr(idle_module, "SLICE_S", 0.05)
     idle = IdleMeasurement(engine.engine, engine.config, engine.base)
-    monkeypatch.setattr(idle_module, "SHARED_PAUSE_S", 0.3)
+    monkeypatch.setattr(idle_base, "SHARED_PAUSE_S", 0.3)
     turns, until = Turns(), time.monotonic() + 200
     for work in (idle, manager_of(engine)):
         monkeypatch.setattr(work, "work", turns.noted(work.work))
@@ -91,7 +92,7 @@ def test_the_performance_model_does_not_wait_for_other_work(
 ) -> None:
     engine = make_engine()
     monkeypatch.setattr(engine_loop, "QUIET_S", 0.0)
-    monkeypatch.setattr(idle_module, "others_share", lambda *_: 0.0)
+    monkeypatch.setattr(idle_base, "others_share", lambda *_: 0.0)
     idle = IdleMeasurement(engine.engine, engine.config, engine.base)
     engine.engine.worker_manager = other = AlwaysBusy()
     with loop_of(engine, idle, tmp_path) as (loop, channel, _), selectors.DefaultSelector() as selector:

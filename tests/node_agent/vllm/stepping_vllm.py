@@ -18,6 +18,7 @@ from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
 from node_agent.vllm.driver import Driver
 from node_agent.vllm.engine import VllmEngine
+from node_agent.vllm.figures import Figures
 from node_agent.vllm.folder import WEIGHTS
 from node_agent.vllm.folders import FolderTier
 from node_agent.vllm.slots import AdapterOrders, Slot, SlotLimits, SlotStore
@@ -183,7 +184,14 @@ class SteppingWorld:
             prefix_cache=False, prefetch_waste=None,
         )  # fmt: skip
         self.engine = VllmEngine(
-            limits, store, BlockPool(1024, BLOCK_TOKENS), frozenset(), self.driver, types, answer_s=SECONDS
+            limits,
+            store,
+            BlockPool(1024, BLOCK_TOKENS),
+            frozenset(),
+            self.driver,
+            types,
+            Figures(bytes),
+            answer_s=SECONDS,
         )
 
     def vllm_start(self) -> Any:
