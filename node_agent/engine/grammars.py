@@ -25,6 +25,8 @@ CACHED = 64
 MAX_MASK_SECONDS = 0.2
 """Maximum processor time of a first mask. Forms with much repetition inside of repetition take more, and
 some 100 MB."""
+MAX_STEP_SECONDS = 0.1
+"""Processor time of a later mask after which the request ends, since masks delay all rows of a batch."""
 
 
 class RequestGrammar:
@@ -33,6 +35,8 @@ class RequestGrammar:
 
     def __init__(self, compiling: Future[LLMatcher], vocab_size: int) -> None:
         self._compiling, self._vocab_size = compiling, vocab_size
+        self._slow = ""
+        """reason if a mask took too long"""
 
     @property
     def ready(self) -> bool:
@@ -44,6 +48,8 @@ class RequestGrammar:
         """Returns why the grammar can't be followed, or not any more; an empty text if it can."""
         if not self.ready:
             return ""
+        if self._slow:
+            return self._slow
         error = self._compiling.exception()
         return str(error) if error is not None else str(self._compiling.result().get_error())
 
@@ -58,8 +64,11 @@ class RequestGrammar:
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next, as bits: i32[ceil(vocabulary / 32)], the lowest bit first."""
-        bits = allocate_token_bitmask(1, self._vocab_size)
+        bits, began = allocate_token_bitmask(1, self._vocab_size), thread_time()
         fill_next_token_bitmask(self._compiling.result(), bits)
+        took = thread_time() - began
+        if took > MAX_STEP_SECONDS:
+            self._slow = f"a step of it takes {took:.1f} s of processor time; {MAX_STEP_SECONDS} s are allowed"
         return np.asarray(bits[0])
 
 

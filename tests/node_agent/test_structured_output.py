@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from cluster.grammars import compiled_form
 from cluster.messages import Grammar, Sampling
+from node_agent.engine import grammars
 from tests.node_agent.test_parameters import LENGTH, STORY, usual
 from tests.support.drawn_schemas import draw_schema
 from tests.support.draws import draws
@@ -213,3 +214,16 @@ def test_masks_that_take_long_are_made_in_a_thread_and_not_kept(make_engine: Mak
         while not started.ready:
             time.sleep(0.01)
     assert resident_bytes() - before < 300 << 20
+
+
+def test_a_form_whose_masks_take_long_ends_its_request(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(grammars, "MAX_STEP_SECONDS", 0.0)
+    slow = engine.submit(STORY, 30, sampling=Sampling(grammar=Grammar("regex", "[a-z ]{20,}")))
+    engine.run()
+    finished = engine.outcomes[slow].finished
+    assert finished is not None
+    assert (finished.reason, finished.error_type) == ("error", "validation_failed")
+    assert "processor time" in finished.error
