@@ -18,8 +18,9 @@ import pytest
 from tests.support.foreign_bases import TARGETS, write_foreign_base
 from tests.support.peft_reference import make_adapter
 from tests.support.ports import free_port
-from tests.vllm.test_vllm_bases import ARGUMENTS, ROOT, SETTINGS, STOP_S
-from tests.vllm.vllm_process import wait_for
+from tests.vllm.served import ROOT, STOP_S
+from tests.vllm.test_vllm_bases import ARGUMENTS
+from tests.vllm.vllm_process import SETTINGS, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 START_S = 900.0
