@@ -59,12 +59,12 @@ from benchmarks.many.foreign import foreign_table
 from benchmarks.many.tables import many_table
 from benchmarks.pages import front_page
 from benchmarks.pages.front_page import ENGINE, SERVE, Reports
-from benchmarks.perfmodel.tables import perfmodel_table, perfmodel_vllm_table
+from benchmarks.perfmodel.tables import perfmodel_table
 from benchmarks.prefix_cache.tables import prefix_cache_table
 from benchmarks.registry.tables import scale_table
 from benchmarks.scheduling.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.scheduling.tables import fidelity_table, placement_table, scheduling_table
-from benchmarks.serve.tables import relay_cost_text, serve_table, versions_table
+from benchmarks.serve.tables import relay_cost_text, serve_table
 from benchmarks.structured.tables import cost_text as structured_cost_text
 from benchmarks.structured.tables import json_schema_table
 
@@ -167,7 +167,6 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "worker-products": each(("handoff", "handoff_avx2"), worker_products_table),
     },
     ROOT / "docs" / "design" / "decisions" / "plain-words.md": {
-        "versions": one("versions", versions_table),
         "relay-cost": one("relay_cost", relay_cost_text),
     },
     ROOT / "docs" / "guide" / "structured-output.md": {
@@ -183,7 +182,6 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
     ROOT / "docs" / "operate" / "engines.md": {"engines-start": each(("engines",), start_table)},
     ROOT / "docs" / "operate" / "autoscale.md": {"autoscale": one("autoscale", autoscale_text)},
     ROOT / "docs" / "operate" / "performance-model.md": {"perfmodel": one("perfmodel", perfmodel_table)},
-    ROOT / "docs" / "operate" / "engines.md": {"perfmodel-vllm": one("perfmodel_vllm", perfmodel_vllm_table)},
 }
 
 
