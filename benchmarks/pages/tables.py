@@ -65,7 +65,6 @@ from benchmarks.registry.tables import scale_table
 from benchmarks.scheduling.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.scheduling.tables import fidelity_table, placement_table, scheduling_table
 from benchmarks.serve.tables import relay_cost_text, serve_table
-from benchmarks.structured.tables import cost_text as structured_cost_text
 from benchmarks.structured.tables import json_schema_table
 
 
@@ -171,7 +170,6 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
     },
     ROOT / "docs" / "guide" / "structured-output.md": {
         "json-schema": one("json_schema", json_schema_table),
-        "structured-cost": one("structured_cost", structured_cost_text),
     },
     ROOT / "docs" / "guide" / "simulate.md": {
         "fidelity": one("fidelity", fidelity_table),
