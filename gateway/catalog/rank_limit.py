@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from adapters.rank_limit import RankLimit
 from cluster.device_memory import RANKS, with_rank
 from cluster.news import NodeRecord
-from cluster.state import ClusterState
+
+if TYPE_CHECKING:  # it loads numpy, which clients that import the deploy route's messages must not
+    from cluster.state import ClusterState
 
 
 async def rank_limit(cluster: ClusterState, base: str, configured: int) -> RankLimit | None:
