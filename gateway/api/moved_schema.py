@@ -6,7 +6,7 @@ from typing import Any
 
 VALUES = ("const", "enum", "default", "examples")
 """Keywords whose values are no schemas."""
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are schemas by name."""
 
 
@@ -25,7 +25,7 @@ def moved(schema: Any, place: str) -> Any:
 def _moved_value(key: str, value: Any, place: str) -> Any:
     if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
         return place + value[1:]
-    if key in NAMED and isinstance(value, dict):
+    if key in SCHEMAS_BY_NAME and isinstance(value, dict):
         return {name: moved(inner, place) for name, inner in value.items()}
     if key in VALUES:
         return value

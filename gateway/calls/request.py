@@ -123,10 +123,7 @@ class InputProcessor:
         choices = merged.n or 1
         context = await self.served_context()
         deadline = watch.received + self._timeout(stated, target)
-        parameters = resolve(merged, self.text, self.base.vocab_size)
-        if (form := grammar_of(merged)) is not None:
-            await self.grammars.check(*form, deadline)
-            parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=form[1])
+        parameters = await self._parameters(merged, deadline)
         keep = kept_prompt_tokens(merged, context)
         source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)
         prompts = await tokens_of(source, self.text, self.text_threads, context, deadline, request.receive, keep)
@@ -164,6 +161,15 @@ class InputProcessor:
             choices=choices,
             echo=await self._echo(source, prompts, merged),
         )
+
+    async def _parameters(self, merged: GenerationParams, deadline: float) -> NodeParameters:
+        """Returns the parameters of the first choice, with the answer's form. Raises ServiceError."""
+        parameters = resolve(merged, self.text, self.base.vocab_size)
+        form = grammar_of(merged)
+        if form is not None:
+            await self.grammars.check(*form, deadline)
+            parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=form[1])
+        return parameters
 
     async def render(
         self, request: Request, tenant: str, template: str | None, source: Source, deadline: float

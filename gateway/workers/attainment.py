@@ -15,7 +15,7 @@ Promise = Literal["ttft", "tpot", "all"]
 PROMISES: tuple[Promise, ...] = ("ttft", "tpot", "all")
 
 
-class Kept(Sums):
+class PromiseCounts(Sums):
     """Counts of completed calls with an SLO. `ttft`, `tpot` and `all` count calls with this target, and `held_...`
     those that attained it."""
 
@@ -51,15 +51,15 @@ def judge(
     return outcome
 
 
-class Attainment(SlidingSums[Kept]):
+class Attainment(SlidingSums[PromiseCounts]):
     """SLO attainment by tenant, for each of WINDOWS_S. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         windows = tuple(seconds // SLICE_S for seconds in WINDOWS_S)
-        super().__init__(clock, "attainment", Kept, seconds=SLICE_S, windows=windows, max_names=MAX_TENANTS)
+        super().__init__(clock, "attainment", PromiseCounts, seconds=SLICE_S, windows=windows, max_names=MAX_TENANTS)
 
     def record(self, tenant: str, outcome: dict[Promise, bool]) -> None:
         """Counts a completed call of the tenant. Does nothing for calls without an SLO."""
         if outcome:
             attained = {f"held_{promise}": int(is_attained) for promise, is_attained in outcome.items()}
-            self.add(tenant, Kept(calls=1, **dict.fromkeys(outcome, 1), **attained))
+            self.add(tenant, PromiseCounts(calls=1, **dict.fromkeys(outcome, 1), **attained))

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from cluster.messages import ColdStart
 from cluster.node_book import NodeView
-from gateway.workers.attainment import PROMISES, WINDOWS_S, Kept, Promise
+from gateway.workers.attainment import PROMISES, WINDOWS_S, Promise, PromiseCounts
 from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
 from gateway.workers.metrics_memory import MetricsMemory
 from gateway.workers.shared_values import SummedMetrics
@@ -160,7 +160,10 @@ class Metrics:
         self._open.inc(by)
 
     def render(
-        self, nodes: Iterable[NodeView], attained: Mapping[str, list[Kept]] | None = None, stale: float | None = None
+        self,
+        nodes: Iterable[NodeView],
+        attained: Mapping[str, list[PromiseCounts]] | None = None,
+        stale: float | None = None,
     ) -> bytes:
         """Returns the Prometheus text of all workers, of the nodes, and of SLO attainment by tenant and window.
 
@@ -174,11 +177,11 @@ class Metrics:
         gauges.register(_Gauges([*of_nodes, self._of_promises(attained or {})]))
         return generate_latest(counted) + generate_latest(gauges)
 
-    def _of_promises(self, attained: Mapping[str, list[Kept]]) -> Metric:
-        sums: dict[tuple[str, int], Kept] = {}
+    def _of_promises(self, attained: Mapping[str, list[PromiseCounts]]) -> Metric:
+        sums: dict[tuple[str, int], PromiseCounts] = {}
         for tenant, windows in attained.items():
             for seconds, attainment in zip(WINDOWS_S, windows, strict=True):
-                sums.setdefault((self._tenant(tenant), seconds), Kept()).add(attainment)
+                sums.setdefault((self._tenant(tenant), seconds), PromiseCounts()).add(attainment)
         about = "Share of calls that got what was promised"
         family = GaugeMetricFamily("garnish_slo_attainment", about, labels=("tenant", "slo", "window"))
         for (tenant, seconds), attainment in sums.items():

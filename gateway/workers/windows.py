@@ -19,7 +19,7 @@ import msgspec
 
 from cluster.redis_link import RedisAway, RedisLink, Value
 from gateway.background import background
-from gateway.workers.attainment import Attainment, Kept
+from gateway.workers.attainment import Attainment, PromiseCounts
 from gateway.workers.last_hour import Counts, LastHour, name_of
 from gateway.workers.pool_loads import PoolLoad, PoolLoads, add_up
 from gateway.workers.sliding_sums import SlidingSums, Sum
@@ -54,11 +54,11 @@ class Windows:
     async def last_hour(self, tenant: str, function: str) -> Counts:
         return (await self._of(self._hour, name_of(tenant, function)))[0]
 
-    async def attainment(self, tenant: str) -> list[Kept]:
+    async def attainment(self, tenant: str) -> list[PromiseCounts]:
         """Returns the tenant's SLO attainment for each of gateway.workers.attainment.WINDOWS_S."""
         return await self._of(self._attainment, tenant)
 
-    async def attained(self) -> dict[str, list[Kept]]:
+    async def attained(self) -> dict[str, list[PromiseCounts]]:
         """Returns the SLO attainment in each window, by tenant."""
         sums = await self._read(self._attainment, "")
         return self._attainment.all() if sums is None else sums

@@ -26,6 +26,7 @@ from adapters.base_model import BaseModel
 from adapters.base_sizes import ITEM_BYTES
 from adapters.open_store import open_store
 from adapters.store import ObjectStore
+from cluster.device_memory import DeviceMemory
 from cluster.secret import read_secret
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.demand import Demand
@@ -121,7 +122,6 @@ def build_engine(config: EngineConfig, base: BaseModel, wake: WakeUp) -> tuple[V
     start = Start(config, base, [figures.stat_logger, prometheus_logger()])
     driver = Driver(start, wake.set, partial(start.check, types))
     settings = settings_of(driver.wait(START_S))
-    dtype = dtype_of(settings)
     demand, policy = Demand(), POLICIES[config.eviction]
     cache = open_cache(config.disk_cache, base.fingerprint, cached_files.is_intact)
     hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set, cache)
@@ -157,23 +157,31 @@ def build_engine(config: EngineConfig, base: BaseModel, wake: WakeUp) -> tuple[V
         figures,
         config.vllm.answer_s,
     )
-    ready = Ready(
+    ready = ready_message(engine, base, config, settings, start.memory)
+    return engine, ready, conditions_of(base, settings, start.arguments, config.version)
+
+
+def ready_message(
+    engine: VllmEngine, base: BaseModel, config: EngineConfig, settings: Any, memory: DeviceMemory
+) -> Ready:
+    """Returns the first message of the engine's connection. `settings`: as vLLM completed them."""
+    dtype, limits, store = dtype_of(settings), engine.limits, engine.store
+    return Ready(
         base=base.fingerprint,
         device=str(settings.device_config.device_type),
         dtype=dtype,
-        max_context=max_context,
-        kv_blocks=blocks.total,
-        block_tokens=blocks.block_tokens,
+        max_context=limits.max_context,
+        kv_blocks=engine.blocks.total,
+        block_tokens=engine.blocks.block_tokens,
         adapter_bytes=store.adapter_memory,
-        max_rows=engine.limits.max_rows,
+        max_rows=limits.max_rows,
         host_bytes=config.host_memory,
         largest_adapter=store.largest,
         adapter_itemsize=ITEM_BYTES[dtype],
-        takes_wants=engine.limits.prefetch_waste is not None,
-        rank_limit=limits.max_rank,
-        device_memory=start.memory,
+        takes_wants=limits.prefetch_waste is not None,
+        rank_limit=store.limits.max_rank,
+        device_memory=memory,
     )
-    return engine, ready, conditions_of(base, settings, start.arguments, config.version)
 
 
 def set_environment(config: EngineConfig) -> None:

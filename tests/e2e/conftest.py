@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
-from whole_service import MakeService, Service, service_file
+from whole_service import MakeService, Service, eventually, service_file
 
 from tests.support.ports import free_port
 
@@ -69,3 +72,31 @@ def trio(
         running = make(stories_dir, declared).start("--nodes", "3")
         yield running
         assert running.stop() == 0
+
+
+@pytest.fixture
+def http(story: Service) -> Iterator[httpx.Client]:
+    """Client of the tenant acme of the module's own service, `story`, which holds nothing any more at the end."""
+    with story.client("acme") as made:
+        yield made
+    assert eventually(story.nothing_held), story.node()
+
+
+@pytest.fixture
+def client(story: Service, http: httpx.Client) -> Iterator[openai.OpenAI]:
+    key = story.credentials["keys"]["acme"]
+    with openai.OpenAI(base_url=f"{story.url}/v1", api_key=key, max_retries=0, timeout=120) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def copy_with_template(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Copies stories260K, as the base `story`, with a chat template."""
+
+    def copy(template: str) -> Path:
+        model = tmp_path_factory.mktemp("model") / "story"
+        shutil.copytree(stories_dir, model)
+        (model / "chat_template.jinja").write_text(template)
+        return model
+
+    return copy

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +25,14 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def model(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(copy_with_template: Callable[[str], Path]) -> Path:
     """stories260K with a chat template that says no more than the messages."""
-    model = tmp_path_factory.mktemp("model") / BASE
-    shutil.copytree(stories_dir, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    return model
+    return copy_with_template(TEMPLATE)
 
 
 @pytest.fixture(scope="module")
 def story(make_service: MakeService, model: Path, stories_adapters: dict[str, Path]) -> Service:
     return make_service(model, {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}).start()
-
-
-@pytest.fixture
-def http(story: Service) -> Iterator[httpx.Client]:
-    with story.client("acme") as made:
-        yield made
-    assert eventually(story.nothing_held), story.node()
-
-
-@pytest.fixture
-def client(story: Service, http: httpx.Client) -> Iterator[openai.OpenAI]:
-    key = story.credentials["keys"]["acme"]
-    with openai.OpenAI(base_url=f"{story.url}/v1", api_key=key, max_retries=0, timeout=120) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,26 +35,10 @@ class Pet(BaseModel):
 
 @pytest.fixture(scope="module")
 def story(
-    make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path], tmp_path_factory: Any
+    make_service: MakeService, stories_adapters: dict[str, Path], copy_with_template: Callable[[str], Path]
 ) -> Service:
-    model = tmp_path_factory.mktemp("model") / BASE
-    shutil.copytree(stories_dir, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+    model = copy_with_template(TEMPLATE)
     return make_service(model, {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}).start()
-
-
-@pytest.fixture
-def http(story: Service) -> Iterator[httpx.Client]:
-    with story.client("acme") as made:
-        yield made
-    assert eventually(story.nothing_held), story.node()
-
-
-@pytest.fixture
-def client(story: Service, http: httpx.Client) -> Iterator[openai.OpenAI]:
-    key = story.credentials["keys"]["acme"]
-    with openai.OpenAI(base_url=f"{story.url}/v1", api_key=key, max_retries=0, timeout=120) as made:
-        yield made
 
 
 def assert_form(text: str) -> None:
@@ -112,6 +95,15 @@ def test_each_form_on_each_route(http: httpx.Client, form: dict[str, Any], patte
     choice = reply.json()["choices"][0] if route.startswith("/v1") else reply.json()["output"]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     assert re.fullmatch(pattern, text.strip(), re.DOTALL), text
+
+
+def test_an_asynchronous_call_keeps_its_form(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "structured_outputs": {"choice": ["left", "right"]}, "background": True}
+    reply = http.post("/invoke/dragon", json=body)
+    assert reply.status_code == 202, reply.text
+    place = f"/invocations/{reply.json()['id']}"
+    assert eventually(lambda: http.get(place).json()["state"] == "succeeded"), http.get(place).text
+    assert http.get(place).json()["result"]["output"]["text"].strip() in ("left", "right")
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from whole_service import MakeService, Service, eventually
+from whole_service import MakeService, Service
 
 BASE = "story"
 MESSAGES: list[Any] = [{"role": "user", "content": "Once upon a time"}]
@@ -48,28 +47,12 @@ NAMED: Any = {"type": "function", "function": {"name": "find_order"}}
 
 @pytest.fixture(scope="module")
 def story(
-    make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path], tmp_path_factory: Any
+    make_service: MakeService, stories_adapters: dict[str, Path], copy_with_template: Callable[[str], Path]
 ) -> Service:
-    model = tmp_path_factory.mktemp("model") / BASE
-    shutil.copytree(stories_dir, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+    model = copy_with_template(TEMPLATE)
     dragon = {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}
     thinker = dragon | {"defaults": {"reasoning_parser": "think"}}
     return make_service(model, {"dragon": dragon, "thinker": thinker}).start()
-
-
-@pytest.fixture
-def http(story: Service) -> Iterator[httpx.Client]:
-    with story.client("acme") as made:
-        yield made
-    assert eventually(story.nothing_held), story.node()
-
-
-@pytest.fixture
-def client(story: Service, http: httpx.Client) -> Iterator[openai.OpenAI]:
-    key = story.credentials["keys"]["acme"]
-    with openai.OpenAI(base_url=f"{story.url}/v1", api_key=key, max_retries=0, timeout=120) as made:
-        yield made
 
 
 @pytest.mark.parametrize("model", [BASE, "dragon"])

@@ -64,7 +64,7 @@ def test_it_leaves_a_profile_that_the_node_reads(folder: Path) -> None:
     if process.returncode == 1:  # this host is too busy now for times of a millisecond to follow anything
         assert b"the node can't be measured: its performance model: " in told and b"R^2 is" in told, told
         assert not file.exists() or not read_performance(file, None).thorough
-        return
+        pytest.skip("NOT RUN to its end: this host is too busy to measure a performance model")
     assert process.returncode == 0, told
     performance = read_performance(file, None)
     assert performance.thorough

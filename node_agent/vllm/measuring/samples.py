@@ -27,6 +27,8 @@ from cluster.performance_model import Transfer, counted_rank
 from node_agent.performance.repeats import SweepTooSlow
 from node_agent.vllm.measuring.cases import GrowingBatch, PromptPass
 
+Fit = TypeVar("Fit", DecodeFit, PrefillFit)
+
 
 @dataclass(frozen=True)
 class DecodeRun:
@@ -125,25 +127,21 @@ def same_contexts(runs: Runs, fastest: float) -> list[DecodeRun]:
 
 def decode_fits(steps: Sequence[DecodeRun], max_rank: int, max_error: float) -> dict[int, DecodeFit | ValueError]:
     """Returns the fit, or why there is none, by `padded_rank`."""
-    fits: dict[int, DecodeFit | ValueError] = {}
-    for padded_rank in (max_rank, 0):
-        try:
-            fit = fit_decode([run.sample(padded_rank) for run in steps], max_error)
-            model = msgspec.structs.replace(fit.model, padded_rank=padded_rank)
-            fits[padded_rank] = msgspec.structs.replace(fit, model=model)
-        except (BadFit, BadSample) as error:
-            fits[padded_rank] = error
-    return fits
+    return _fits(lambda padded_rank: fit_decode([run.sample(padded_rank) for run in steps], max_error), max_rank)
 
 
 def prefill_fits(prompts: Sequence[PrefillRun], max_rank: int, max_error: float) -> dict[int, PrefillFit | ValueError]:
     """Same as `decode_fits`, for passes over prompts."""
-    fits: dict[int, PrefillFit | ValueError] = {}
+    return _fits(lambda padded_rank: fit_prefill([run.sample(padded_rank) for run in prompts], max_error), max_rank)
+
+
+def _fits(fit: Callable[[int], Fit], max_rank: int) -> dict[int, Fit | ValueError]:
+    fits: dict[int, Fit | ValueError] = {}
     for padded_rank in (max_rank, 0):
         try:
-            fit = fit_prefill([run.sample(padded_rank) for run in prompts], max_error)
-            model = msgspec.structs.replace(fit.model, padded_rank=padded_rank)
-            fits[padded_rank] = msgspec.structs.replace(fit, model=model)
+            result = fit(padded_rank)
+            model = msgspec.structs.replace(result.model, padded_rank=padded_rank)
+            fits[padded_rank] = msgspec.structs.replace(result, model=model)
         except (BadFit, BadSample) as error:
             fits[padded_rank] = error
     return fits
@@ -158,9 +156,6 @@ def fit_loads(loads: Sequence[TransferSample]) -> Transfer:
         if not loads:
             return ASSUMED.to_device
         return Transfer(median(load.seconds for load in loads), ASSUMED.to_device.bandwidth)
-
-
-Fit = TypeVar("Fit", DecodeFit, PrefillFit)
 
 
 def _best(fits: Mapping[int, Fit | ValueError], error_of: Callable[[Fit], float]) -> Fit:
