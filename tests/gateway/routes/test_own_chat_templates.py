@@ -127,9 +127,8 @@ def test_templates_that_can_not_serve_are_refused(client: httpx.Client) -> None:
         reply = set_template(client, template)
         assert (reply.status_code, reply.json()["error"]["param"]) == (422, "defaults.chat_template")
     assert client.get("/functions/f").json()["policy"] == {}
-    unserved = client.patch("/functions/f", json={"defaults": {"tool_parser": "hermes"}})
-    assert (unserved.status_code, unserved.json()["error"]["param"]) == (422, "defaults")
-    assert "tool_parser" in unserved.json()["error"]["message"]
+    unserved = client.patch("/functions/f", json={"defaults": {"reasoning_parser": "qwen3"}})
+    assert (unserved.status_code, unserved.json()["error"]["param"]) == (422, "defaults.reasoning_parser")
 
 
 @pytest.mark.parametrize("template", [ENDLESS, LARGE, DOUBLING])
