@@ -62,7 +62,7 @@ def create_app(
                 "groups": groups,
                 "callers": services.calls.callers,
                 "take_rate": services.rate_limiter.take,
-                "places": services.calls.pools["requests"],
+                "pools": services.calls.pools,
                 "suggestions": services.suggestions,
                 "metrics": counted,
             }

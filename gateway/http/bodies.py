@@ -17,11 +17,14 @@ from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig
 from gateway.http.errors import ClientGone, invalid
+from gateway.places.places import owner_now
+from gateway.places.pools import hold_place
 
 T = TypeVar("T")
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`")
+LARGE_BODY = 64 << 10
 MAX_NESTING = 200
 """Maximum depth of objects and lists in a body."""
 
@@ -67,12 +70,20 @@ async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
     """Returns the bytes of a call's JSON body, which must keep the limits for calls. A body without a content type is
     taken for JSON.
 
-    Raises ServiceError, also for another content type.
+    A body over LARGE_BODY bytes holds a place of the pool `large_bodies` until the end of the reply. Until then
+    the request keeps it in memory. Raises ServiceError, also for another content type and without a free place.
     """
     type_of_body = media_type(request)
     if type_of_body not in ("", "application/json"):
         raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {type_of_body[:100]}")
-    return await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in stream_body(request, config.call_body, config.body_seconds, config.body_idle_seconds):
+        if size <= LARGE_BODY < size + len(chunk):
+            hold_place(request, "large_bodies", owner_now.get())
+        size += len(chunk)
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 async def read_message(request: Request, config: GatewayConfig, kind: type[T], *, absent: bytes = b"") -> T:

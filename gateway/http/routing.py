@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, cast
 
@@ -29,7 +28,8 @@ from cluster.http_protocol import mark_keyed
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
 from gateway.http.rates import CALL, READ, WRITE, RouteRate, TakeRate
 from gateway.http.stopwatch import Stopwatch
-from gateway.places.places import SERVICE, Places, owner_now
+from gateway.places.places import SERVICE, owner_now
+from gateway.places.pools import hold_place
 
 G = TypeVar("G")
 H = TypeVar("H")
@@ -275,8 +275,7 @@ async def take_rate(request: Request, tenant: str, rate: RouteRate) -> None:
 async def _begin(request: Request, tenant: str, rate: RouteRate) -> None:
     """Begins a tenant's request: takes one of the worker's places for open requests, which is given back at the end
     of the reply, and the request's amount from the rate. Raises ServiceError `overloaded` and `rate_limited`."""
-    places = cast(Places, request.state.places)
-    cast(ExitStack, request.state.reserved).enter_context(places.hold_now(tenant))
+    hold_place(request, "requests", tenant)
     await take_rate(request, tenant, rate)
     owner_now.set(tenant)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
+from typing import cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from starlette.requests import Request
 
 from gateway.config import GatewayConfig, share
 from gateway.places.places import Places, Pool
 
 FIXED_POOLS: tuple[Pool, ...] = (
+    Pool(name="large_bodies", work="requests with large bodies", size=512, per_tenant=384),
     Pool(name="webhooks", work="webhooks", size=16, per_tenant=4),
     Pool(name="webhook_names", work="look-ups of webhooks' hosts", size=8, per_tenant=2),
     Pool(name="destinations", work="calls of destinations", size=16, per_tenant=4),
@@ -38,6 +42,13 @@ def pools_of(config: GatewayConfig) -> dict[str, Pool]:
         Pool(name="deploy_checks", work="checks of adapters", size=stores[0], per_tenant=stores[1]),
     )
     return {pool.name: pool for pool in (*FIXED_POOLS, *sized)}
+
+
+def hold_place(request: Request, pool: str, owner: str) -> None:
+    """Takes a place of the worker's pool until the end of the reply. Raises ServiceError `overloaded` if the owner gets
+    none at once."""
+    places = cast(Pools, request.state.pools)[pool]
+    cast(ExitStack, request.state.reserved).enter_context(places.hold_now(owner))
 
 
 def _shares(config: GatewayConfig, size: int, per_tenant: int) -> tuple[int, int]:
