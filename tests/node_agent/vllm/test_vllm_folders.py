@@ -170,24 +170,51 @@ def test_a_full_memory_fails_the_load_alone(world: FolderWorld, monkeypatch: pyt
 
 
 CHILD = """
-import sys, time
+import multiprocessing, os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from node_agent.vllm.folders import MEMORY
-from node_agent.vllm.own_folder import OwnFolder
-folder = OwnFolder(MEMORY)
-(folder.path / "1").mkdir()
-print(folder.path, flush=True)
-time.sleep(600)
+from node_agent.vllm.own_folder import OwnFolder, keep_temporary_files_in
+from node_agent.vllm.spawned import begin_spawned
+
+def create() -> SharedMemory:
+    memory = SharedMemory(create=True, size=4096)
+    os.write(1, f"{MEMORY / memory.name}\\n".encode())  # what is printed goes to the log
+    return memory
+
+def run() -> None:
+    begin_spawned()
+    memory = create()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    folder = OwnFolder(MEMORY)
+    (folder.path / "1").mkdir()
+    keep_temporary_files_in(folder.path)
+    print(folder.path, flush=True)
+    memory = create()
+    (folder.path / "vllm_dist_0123").touch()
+    meeting = MEMORY / f"vllm_dist_0123-{os.getpid()}-[0-1]-cpushm"
+    meeting.touch()
+    print(meeting, flush=True)
+    multiprocessing.get_context("spawn").Process(target=run).start()
+    time.sleep(600)
 """
 
 
 def test_folders_of_killed_processes_are_removed_and_of_living_ones_kept(world: FolderWorld, tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as child:
+    """The whole group of processes is killed, as by a container's end: Python's process that removes shared memory
+    too."""
+    (tmp_path / "child.py").write_text(CHILD)
+    command = [sys.executable, str(tmp_path / "child.py")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env) as child:
         assert child.stdout is not None
-        root = Path(child.stdout.readline().strip())
+        paths = [Path(child.stdout.readline().strip()) for _ in range(4)]
         try:
             FolderWorld(tmp_path / "second").tier.close()
-            assert root.is_dir() and world.root.is_dir()
+            assert all(path.exists() for path in paths) and world.root.is_dir()
         finally:
-            os.kill(child.pid, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
     FolderWorld(tmp_path / "third").tier.close()
-    assert not root.exists() and world.root.is_dir()
+    assert not any(path.exists() for path in paths) and world.root.is_dir()
