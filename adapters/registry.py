@@ -4,7 +4,7 @@ A version exists only once function.json lists it, so a writer that dies before 
 
     blobs/sha256/<hex>                                    original files, immutable
     artifacts/v1/<base-fingerprint>/<digest>              serving artifacts, immutable
-    bases/v1/<base-fingerprint>.json                      manifests of bases that only vLLM serves
+    bases/v2/<base-fingerprint>.json                      manifests of bases that only vLLM serves
     tenants/<tenant>/functions/<name>/function.json       FunctionRecord, by compare-and-swap
     tenants/<tenant>/functions/<name>/versions/<n>.json   Manifest, immutable
 """

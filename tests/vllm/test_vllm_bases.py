@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adapters.base_manifest import manifest_key
 from tests.support.foreign_bases import TARGETS, write_foreign_base
 from tests.support.peft_reference import make_adapter
 from tests.support.ports import free_port
@@ -70,7 +71,7 @@ def test_base_inspect_prints_and_stores_the_manifest(name: str, tmp_path: Path, 
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
     assert manifest["id"] == name
-    stored = tmp_path / "state" / "registry" / "bases" / "v1" / f"{manifest['fingerprint']}.json"
+    stored = tmp_path / "state" / "registry" / manifest_key(manifest["fingerprint"])
     assert json.loads(stored.read_bytes()) == manifest
     assert "tokenizer.json" in manifest["tokenizer"]
     (base / "config.json").write_text('{"model_type": "newest"}')

@@ -18,6 +18,8 @@ from tests.support.llama_page import llama_services
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
+SLOTS = 8
+"""Slots as if planned; the plan needs the real base's sizes and a GPU's memory."""
 PARSE = """
 import json, sys
 from vllm.config import CacheConfig, LoRAConfig, ParallelConfig
@@ -43,7 +45,7 @@ def page_arguments(model: Path) -> list[dict[str, Any]]:
     base, state = Base(model, "meta-llama/Llama-3.1-8B-Instruct"), Path("/state")
     services = [service for service in llama_services() if service.node.engine == "vllm"]
     configs = [node_config(each, base, state, node_id="node-1", gateway_url="http://gateway") for each in services]
-    return [engine_arguments(config.engine) for config in configs]
+    return [engine_arguments(config.engine, SLOTS) for config in configs]
 
 
 def parse(python: Path, *arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:

@@ -59,7 +59,7 @@ def test_an_idle_node_measures_itself_and_calls_go_first(
         found = vllm.answers["list"].found
         assert found is not None and [state.digest for state in found.adapters] == [adapter.digest]
         assert not vllm.errors()
-        (folder,) = vllm.folders
+        folder = vllm.adapters_folder
         assert not list(folder.glob("dummy-*")) and not list(file.parent.glob("*.tmp"))
         call(vllm, adapter, expected)
         published = vllm.stats.performance
