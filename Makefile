@@ -73,7 +73,7 @@ test-long: install-dev demo-model
 	@mkdir -p .engines
 	@PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.support.environments
 
-# The real vLLM on the CPU as a node's engine; no other load on the host.
+# The real vLLM on the CPU as a node's engine: what takes five minutes. No other load on the host.
 test-vllm: .engines/vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow" $(PYTEST_ARGS)
 

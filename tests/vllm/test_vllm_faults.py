@@ -110,6 +110,7 @@ def test_a_start_that_loses_a_process_fails(make_vllm: MakeVllm, victim: str, nu
         assert error["reason"] and not error["permanent"], error
 
 
+@pytest.mark.slow
 def test_nothing_of_vllm_outlives_the_engine_process(make_vllm: MakeVllm, adapter_dirs: list[Path]) -> None:
     """Not even a worker that is stopped."""
     with make_vllm() as vllm:
@@ -124,6 +125,7 @@ def test_nothing_of_vllm_outlives_the_engine_process(make_vllm: MakeVllm, adapte
         wait_for(lambda: not [path for path in vllm.shared_memory if path.exists()], 10)
 
 
+@pytest.mark.slow
 def test_a_vllm_that_mixes_rows_is_refused(make_vllm: MakeVllm) -> None:
     with pytest.raises(RuntimeError, match="other tokens next to adapters"), make_vllm(module="tests.vllm.unmended"):
         pass

@@ -62,6 +62,7 @@ def status(url: str) -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_deploys_and_calls_work_with_the_nodes_manifest(python: Path, stories_dir: Path, tmp_path: Path) -> None:
     base = write_foreign_base("phi3", tmp_path / "phi3", stories_dir)
     adapter = make_adapter(base, tmp_path / "adapter", 5, r=4, lora_alpha=8, target_modules=TARGETS["phi3"])

@@ -39,6 +39,7 @@ def wait_for_share(vllm: VllmProcess, share: float) -> None:
     vllm.wait(is_done, SECONDS)
 
 
+@pytest.mark.slow
 def test_an_idle_node_measures_itself_and_calls_go_first(
     make_vllm: MakeVllm, adapter_dirs: list[Path], peft: PeftReference, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from tests.vllm.vllm_process import VllmProcess
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.slow
 def test_the_demo_base_takes_what_was_planned(python: Path, smollm_dir: Path, tmp_path: Path) -> None:
     """In fp32, with as many slots as are chosen on a CPU: only the projections have slots, not the vocabulary."""
     arguments = {"max_loras": "auto", "max_lora_rank": 64}
