@@ -64,7 +64,7 @@ from benchmarks.prefix_cache.tables import prefix_cache_table
 from benchmarks.registry.tables import scale_table
 from benchmarks.scheduling.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.scheduling.tables import fidelity_table, placement_table, scheduling_table
-from benchmarks.serve.tables import relay_cost_text, serve_table
+from benchmarks.serve.tables import relay_cost_text, serve_table, versions_table
 from benchmarks.structured.tables import json_schema_table
 
 
@@ -166,6 +166,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "worker-products": each(("handoff", "handoff_avx2"), worker_products_table),
     },
     ROOT / "docs" / "design" / "decisions" / "plain-words.md": {
+        "versions": one("versions", versions_table),
         "relay-cost": one("relay_cost", relay_cost_text),
     },
     ROOT / "docs" / "guide" / "structured-output.md": {
