@@ -35,11 +35,11 @@ class DeployCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
     ) -> None:
         """Prepares the deploys; training may begin before the service is reachable.
 
-        `alias` is pointed to each version, too, or, with `metric`, to versions that improve it: the metric's name as the
-        trainer logs it (`eval_loss`). `greater_is_better` is by default False for names that end with `loss`, and True
-        for others, as in transformers. `client` is by default one of the environment (`garnish.Client`). With
-        `required` a failed deploy ends the training; otherwise it is logged. Raises ValueError for a metric without an
-        alias, and GarnishError without a usable connection.
+        `alias` is pointed to each version, too, or, with `metric`, to versions that improve it: the metric's name as
+        the trainer logs it (`eval_loss`). `greater_is_better` is by default False for names that end with `loss`, and
+        True for others, as in transformers. `client` is by default one of the environment (`garnish.Client`). With
+        `required` a failed deploy ends the training; otherwise it is logged. Raises ValueError for a metric without
+        an alias, and GarnishError without a usable connection.
         """
         if metric is not None and alias is None:
             raise ValueError("metric chooses the versions that an alias points to: state alias, too")
