@@ -114,6 +114,7 @@ class ToolFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    """True: each call keeps the schema, also under the `tool_choice` `auto`."""
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,6 +171,11 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def offered_tools(self) -> list[ToolFunction]:
+        """Returns the tools that the answer may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]
+
+    @property
     def forced_tools(self) -> list[ToolFunction]:
         """Returns the tools of which the answer must call one; empty if it may be text."""
         tools = [tool.function for tool in self.tools or []]
@@ -179,21 +185,7 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def forced_form(self) -> dict[str, Any] | None:
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.name},
-                    "arguments": {"type": "object"}
-                    if tool.parameters is None
-                    else moved(tool.parameters, f"#/anyOf/{place}/properties/arguments"),
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for place, tool in enumerate(self.forced_tools)
-        ]
-        return {"anyOf": calls} if calls else None
+        return call_form(self.forced_tools) if self.forced_tools else None
 
     @property
     def limit(self) -> int | None:
@@ -202,6 +194,24 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def limit_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+def call_form(tools: list[ToolFunction], arguments: str = "arguments", *, strict_only: bool = False) -> dict[str, Any]:
+    """Returns the JSON Schema of a call of any of the tools. `arguments`: name of the field with the arguments.
+    `strict_only`: the arguments of tools that are not strict may be any object."""
+    calls = []
+    for place, tool in enumerate(tools):
+        free = tool.parameters is None or (strict_only and not tool.strict)
+        stated = {} if free else moved(tool.parameters, f"#/anyOf/{place}/properties/{arguments}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.name}, arguments: {"type": "object", **stated}},
+                "required": ["name", arguments],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls}
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -7,7 +7,8 @@ import json
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 from threading import Lock
 
@@ -30,16 +31,27 @@ ANSWER_SECONDS = 30.0
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
-def grammar_of(call: GenerationParams) -> tuple[str, Grammar] | None:
-    """Returns the field that states the answer's form, and the grammar; None if the answer may be any text.
+@dataclass(frozen=True)
+class StatedForm:
+    """Form of an answer, and the field of the call that states it. `parts`: forms inside of it, by their fields."""
+
+    field: str
+    grammar: Grammar
+    parts: Mapping[str, Grammar] = field(default_factory=dict)
+
+
+def form_of_answer(call: GenerationParams) -> StatedForm | None:
+    """Returns the form of the whole answer; None if it may have free text.
 
     Raises ServiceError if both fields state a form, or `structured_outputs` does not state exactly one.
     """
-    stated = [*_of_response_format(call), *_of_structured_outputs(call.structured_outputs)]
+    stated = [
+        StatedForm(*each) for each in (*_of_response_format(call), *_of_structured_outputs(call.structured_outputs))
+    ]
     if (forced := call.forced_form) is not None:
-        stated.append(("tools", Grammar("json", json.dumps(forced))))
+        stated.append(StatedForm("tools", Grammar("json", json.dumps(forced))))
     if len(stated) > 1:
-        raise invalid("structured_outputs", f"{stated[0][0]} and {stated[1][0]} both state a form; state one")
+        raise invalid("structured_outputs", f"{stated[0].field} and {stated[1].field} both state a form; state one")
     if call.structured_outputs is not None and not stated:
         raise invalid("structured_outputs", "state one of json, regex, choice, grammar and json_object")
     return stated[0] if stated else None
@@ -82,9 +94,19 @@ class GrammarChecks:
         """Kills the helper process, and abandons its check."""
         self._helper.kill()
 
-    async def check(self, field: str, grammar: Grammar, deadline: float) -> None:
+    async def check(self, form: StatedForm, deadline: float) -> None:
         """Raises ServiceError: `validation_failed` that names the field, and for a schema the place in it, if the
-        grammar can't be kept; `timeout` after `deadline` in monotonic seconds; `unavailable`."""
+        form can't be kept; `timeout` after `deadline` in monotonic seconds; `unavailable`."""
+        problem = await self._checked_problem(form.grammar, deadline)
+        if not problem:
+            return
+        for field, grammar in form.parts.items():
+            if why := await self._checked_problem(grammar, deadline):
+                raise invalid(field, f"{field} can't be kept: {why}")
+        raise invalid(form.field.split(".")[0], f"{form.field} can't be kept: {problem}")
+
+    async def _checked_problem(self, grammar: Grammar, deadline: float) -> str:
+        """Returns why the grammar can't be kept; an empty text if it can."""
         key = sha256(msgspec.msgpack.encode(grammar)).digest()
         problem = self._checked.get(key)
         if problem is None:
@@ -97,8 +119,7 @@ class GrammarChecks:
         self._checked.move_to_end(key)
         while len(self._checked) > CHECKED:
             self._checked.popitem(last=False)
-        if problem:
-            raise invalid(field.split(".")[0], f"{field} can't be kept: {problem}")
+        return problem
 
     def _problem_of(self, grammar: Grammar) -> str:
         """Returns why the grammar can't be kept; an empty text if it can. Blocks. Raises ServiceError."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.text import BaseText
 from gateway.calls.marks import overlap
 
 OPENING, CLOSING = "<think>", "</think>"
+PROMPT_END = 16
+"""Number of the prompt's last tokens that are searched for the begin of reasoning."""
+
+
+def opens_reasoning(text: BaseText, prompt: Sequence[int]) -> bool:
+    """Returns whether the prompt ends with the begin of the reasoning."""
+    return text.decode(prompt[-PROMPT_END:]).rstrip().endswith(OPENING)
 
 
 @dataclass(frozen=True)

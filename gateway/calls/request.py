@@ -25,7 +25,7 @@ from cluster.text import BaseText
 from gateway.api.schema import GenerationParams
 from gateway.calls.admission import call_of
 from gateway.calls.chat_templates import ChatTemplates
-from gateway.calls.grammars import GrammarChecks, grammar_of
+from gateway.calls.grammars import GrammarChecks, form_of_answer
 from gateway.calls.parameters import (
     NodeParameters,
     check_prompt_logprobs,
@@ -43,6 +43,7 @@ from gateway.calls.prompts import (
     tokens_of,
 )
 from gateway.calls.template_process import Job
+from gateway.calls.tool_grammars import free_form
 from gateway.catalog.callers import Callers
 from gateway.catalog.functions import Functions, Target
 from gateway.catalog.threads import LeavableThreads
@@ -76,6 +77,8 @@ class Invocation(msgspec.Struct, frozen=True):
     """Duration of each step before routing, in seconds, for the header Server-Timing."""
     call: Call
     meter: Meter
+    is_form: bool = False
+    """Whether the whole answer has a stated form, so that it has no free text."""
     request_id: str = ""
     choices: int = 1
     echo: list[Echo] = []
@@ -123,11 +126,16 @@ class InputProcessor:
         choices = merged.n or 1
         context = await self.served_context()
         deadline = watch.received + self._timeout(stated, target)
-        parameters = await self._parameters(merged, deadline)
+        form = form_of_answer(merged)
+        parameters = resolve(merged, self.text, self.base.vocab_size)
         keep = kept_prompt_tokens(merged, context)
         source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)
         prompts = await tokens_of(source, self.text, self.text_threads, context, deadline, request.receive, keep)
         check_prompt_logprobs(merged, choices * sum(map(len, prompts)))
+        kept = form or free_form(merged, target.policy.defaults, self.text, prompts[0])
+        if kept is not None:
+            await self.grammars.check(kept, deadline)
+            parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=kept.grammar)
         account, in_background = await self.callers.account(tenant), is_background(request)
         if in_background:
             account = msgspec.structs.replace(account, slo=BACKGROUND_SLO)
@@ -157,19 +165,11 @@ class InputProcessor:
             steps=dict(watch.steps),
             call=call,
             meter=Meter(len(requests), partial(self.count_usage, tenant, target.function, version)),
+            is_form=form is not None,
             request_id=request.state.request_id,
             choices=choices,
             echo=await self._echo(source, prompts, merged),
         )
-
-    async def _parameters(self, merged: GenerationParams, deadline: float) -> NodeParameters:
-        """Returns the parameters of the first choice, with the answer's form. Raises ServiceError."""
-        parameters = resolve(merged, self.text, self.base.vocab_size)
-        form = grammar_of(merged)
-        if form is not None:
-            await self.grammars.check(*form, deadline)
-            parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=form[1])
-        return parameters
 
     async def render(
         self, request: Request, tenant: str, template: str | None, source: Source, deadline: float

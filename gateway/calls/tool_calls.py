@@ -11,10 +11,15 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from adapters.functions import Defaults
 from gateway.calls.marks import overlap
 
+ToolParserName = Literal["hermes", "llama3_json"]
+HERMES_OPENING, HERMES_CLOSING = "<tool_call>", "</tool_call>"
+LLAMA_MARK = "<|python_tag|>"
+"""Text that may precede calls, and that only chat templates of Llama's form have."""
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,400}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """Begin of a call whose name comes before its arguments."""
 IN_STRING = re.compile(r'["\\\x00-\x1f]')
@@ -63,12 +68,19 @@ class ToolForm:
 
 def hermes(names: frozenset[str]) -> ToolForm:
     """Returns the form of Hermes, Qwen and SmolLM2."""
-    return ToolForm(names, "<tool_call>", "</tool_call>")
+    return ToolForm(names, HERMES_OPENING, HERMES_CLOSING)
 
 
 def llama3_json(names: frozenset[str]) -> ToolForm:
     """Returns the form of Llama 3.1, and of answers whose form is a grammar of calls."""
-    return ToolForm(names, marks=("<|python_tag|>",))
+    return ToolForm(names, marks=(LLAMA_MARK,))
+
+
+def tool_parser(defaults: Defaults, template: str) -> ToolParserName:
+    """Returns the form of calls: that of `defaults.tool_parser`, or the one that the chat template shows. `template`:
+    the base model's, which counts if the function has none."""
+    shown = defaults.chat_template or template
+    return defaults.tool_parser or ("llama3_json" if LLAMA_MARK in shown else "hermes")
 
 
 class ToolParser:

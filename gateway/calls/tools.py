@@ -10,15 +10,10 @@ from cluster.text import BaseText
 from gateway.api import openai_schema as openai
 from gateway.calls.answers import AnswerForm
 from gateway.calls.prompts import Conversation
-from gateway.calls.reasoning import OPENING
+from gateway.calls.reasoning import opens_reasoning
 from gateway.calls.request import Invocation
-from gateway.calls.tool_calls import ToolForm, hermes, llama3_json
+from gateway.calls.tool_calls import ToolForm, hermes, llama3_json, tool_parser
 from gateway.http.errors import invalid
-
-PROMPT_END = 16
-"""Number of the prompt's last tokens that are searched for the begin of reasoning."""
-LLAMA_MARK = "<|python_tag|>"
-"""Text that only chat templates of Llama's form have."""
 
 
 def conversation_of(call: openai.ChatRequest) -> Conversation:
@@ -31,14 +26,9 @@ def conversation_of(call: openai.ChatRequest) -> Conversation:
     variables: dict[str, Any] = dict(call.chat_template_kwargs or {})
     if call.reasoning_effort not in (None, "none"):
         variables["reasoning_effort"] = call.reasoning_effort
-    if offered_tools(call):
+    if call.offered_tools:
         variables["tools"] = [msgspec.to_builtins(tool) for tool in call.tools or []]
     return Conversation([message.plain() for message in call.messages], variables=variables)
-
-
-def offered_tools(call: openai.ChatRequest) -> list[openai.ToolFunction]:
-    """Returns the tools that the answer may call."""
-    return [] if call.tool_choice == "none" else [tool.function for tool in call.tools or []]
 
 
 def _check_choice(call: openai.ChatRequest) -> None:
@@ -47,6 +37,11 @@ def _check_choice(call: openai.ChatRequest) -> None:
         raise invalid("tools", "two tools have the same name")
     if call.tool_choice == "required" and not names:
         raise invalid("tool_choice", "tool_choice is required, but there are no tools")
+    for index, tool in enumerate(call.tools or []):
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if tool.function.strict and kind != "object":
+            field = f"tools[{index}].function.parameters"
+            raise invalid(field, f"{field} has the type {kind!r}; the arguments of a strict tool are an object")
     if isinstance(call.tool_choice, openai.ChosenTool) and call.tool_choice.function.name not in names:
         raise invalid("tool_choice", f"tool_choice names {call.tool_choice.function.name!r}, which is not in tools")
 
@@ -61,26 +56,20 @@ def form_of(call: openai.Shared, invocation: Invocation, text: BaseText) -> Answ
 
 
 def opened_reasoning(invocation: Invocation, text: BaseText) -> list[bool]:
-    """Returns, for each generation, whether its prompt ends with the begin of the reasoning. An answer that has a form
-    begins with its form."""
-    return [
-        request.sampling.grammar is None and text.decode(request.token_ids[-PROMPT_END:]).rstrip().endswith(OPENING)
-        for request in invocation.requests
-    ]
+    """Returns, for each generation, whether its prompt ends with the begin of the reasoning. An answer that is a form
+    as a whole begins with it."""
+    return [not invocation.is_form and opens_reasoning(text, request.token_ids) for request in invocation.requests]
 
 
 def _tool_form(call: openai.ChatRequest, invocation: Invocation, text: BaseText) -> ToolForm | None:
     """Returns the form of tool calls in the answer; None if the call offers no tools.
 
-    A forced call is JSON alone. Otherwise the form is that of `defaults.tool_parser`, or the one that the chat template
-    shows.
+    A forced call is JSON alone. An answer of another stated form has no calls.
     """
-    names = frozenset(tool.name for tool in offered_tools(call))
-    if not names:
-        return None
+    names = frozenset(tool.name for tool in call.offered_tools)
     if call.forced_tools:
         return llama3_json(names)
-    defaults = invocation.target.policy.defaults
-    template = defaults.chat_template or text.template
-    parser = defaults.tool_parser or ("llama3_json" if LLAMA_MARK in template else "hermes")
+    if not names or invocation.is_form:
+        return None
+    parser = tool_parser(invocation.target.policy.defaults, text.template)
     return hermes(names) if parser == "hermes" else llama3_json(names)

@@ -42,6 +42,7 @@ TOOLS: list[Any] = [
         },
     },
 ]
+STRICT: list[Any] = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 NAMED: Any = {"type": "function", "function": {"name": "find_order"}}
 
 
@@ -101,6 +102,10 @@ def test_text_stays_text(client: openai.OpenAI) -> None:
         text = "".join(event.delta for event in stream if event.type == "content.delta")
     assert text == plain.choices[0].message.content == plain.choices[1].message.content
     assert plain.choices[0].message.tool_calls is None
+    strict = client.chat.completions.create(
+        model="dragon", messages=MESSAGES, tools=STRICT, max_tokens=8, temperature=0
+    )
+    assert strict.choices[0].message.content == text, "text passes a grammar of strict tools"
 
 
 def test_the_template_gets_tools_and_values(http: httpx.Client) -> None:
@@ -216,6 +221,7 @@ def asked_with(depth: int) -> Iterator[dict[str, Any]]:
     function = {"name": "f", "arguments": json.dumps(deep)}
     yield {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}], "tool_choice": "required"}
     yield {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]}
+    yield {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep, "strict": True}}]}
     yield {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": function}]}]}
     yield {"chat_template_kwargs": {"enable_thinking": deep}}
     yield {"structured_outputs": {"json": deep}}

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.errors import ServiceError
 from cluster.messages import Grammar
-from gateway.calls.grammars import GrammarChecks
+from gateway.calls.grammars import GrammarChecks, StatedForm
 
 GOOD = Grammar("json", '{"type": "integer"}')
 DEFINITIONS = {
@@ -42,8 +42,8 @@ def test_evil_forms_are_refused_in_time(checks: GrammarChecks, text: str, why: s
         evil = Grammar("json", text)
         for _ in range(2):
             with pytest.raises(ServiceError, match=why):
-                await checks.check("structured_outputs.json", evil, time.monotonic() + 60)
-        await checks.check("structured_outputs.json", GOOD, time.monotonic() + 60)
+                await checks.check(StatedForm("structured_outputs.json", evil), time.monotonic() + 60)
+        await checks.check(StatedForm("structured_outputs.json", GOOD), time.monotonic() + 60)
 
     began = time.monotonic()
     asyncio.run(check())

@@ -17,6 +17,9 @@ from tokenizers import Tokenizer
 
 from cluster.grammars import compiled_form
 from cluster.messages import Grammar, Sampling
+from cluster.text import BaseText
+from gateway.api.openai_schema import ToolFunction
+from gateway.calls.tool_grammars import strict_grammar
 from node_agent.engine import grammars
 from tests.node_agent.test_parameters import LENGTH, STORY, usual
 from tests.support.drawn_schemas import draw_schema
@@ -113,6 +116,24 @@ def test_other_kinds(
     engine.run()
     assert text_of(engine, tokenizer, request).strip() in answers
     assert engine.outcomes[request].finished.reason == "stop"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_call_of_a_strict_tool_keeps_its_schema(
+    make_engine: MakeEngine, tokenizer: Tokenizer, stories_dir: Path, temperature: float
+) -> None:
+    """The call was begun on another node, since a small model does not begin one."""
+    schema = draw_schema(random.Random(7))
+    tools = [ToolFunction("find", parameters=schema, strict=True)]
+    grammar = strict_grammar(tools, "hermes", BaseText(stories_dir), "none")
+    begun = tokenizer.encode("Well. <tool_call>", add_special_tokens=False).ids
+    engine = make_engine()
+    sampling = Sampling(temperature=temperature, seed=4, grammar=grammar)
+    request = engine.submit(STORY, ROOM, sampling=sampling, generated=begun)
+    engine.run()
+    call, closing, _ = text_of(engine, tokenizer, request).partition("</tool_call>")
+    assert closing
+    jsonschema.validate(json.loads(call)["arguments"], schema)
 
 
 def test_an_answer_goes_on_where_another_node_ended(make_engine: MakeEngine) -> None:

@@ -11,6 +11,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from cluster.messages import Adapter, Grammar, Sampling
+from cluster.text import BaseText
+from gateway.api.openai_schema import ToolFunction
+from gateway.calls.tool_calls import ToolParserName
+from gateway.calls.tool_grammars import strict_grammar
 from tests.support.drawn_schemas import draw_schema
 from tests.support.draws import draws
 from tests.vllm.vllm_process import VllmProcess
@@ -57,6 +61,15 @@ def test_other_kinds(vllm: VllmProcess, base: Path, grammar: Grammar, answers: s
     request = vllm.submit(PROMPT, 30, sampling=Sampling(temperature=1.0, seed=3, grammar=grammar))
     assert text_of(vllm, base, request).strip() in answers
     assert vllm.outcomes[request].finished.reason == "stop"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+def test_grammars_of_strict_tools(vllm: VllmProcess, base: Path, parser: ToolParserName) -> None:
+    tools = [ToolFunction("find", parameters=draw_schema(random.Random(1)), strict=True)]
+    grammar = strict_grammar(tools, parser, BaseText(base), "possible")
+    outcome = vllm.finish(vllm.submit(PROMPT, 12, sampling=Sampling(temperature=1.0, seed=3, grammar=grammar)))
+    assert outcome.finished is not None
+    assert outcome.finished.reason in ("stop", "length"), outcome.finished
 
 
 def test_an_answer_that_another_node_began_is_refused(vllm: VllmProcess) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from running_gateway import Running, start_gateway
+from stub_node import StubNode, done
 
+from cluster.messages import Event, GenerateRequest, Grammar, Started, Token
 from cluster.text import BaseText
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if fail }}"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if fail }}"
+)
+SCHEMA = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
+CALL = '<tool_call>\n{"name": "find", "arguments": {"id": 4}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +98,63 @@ def test_a_long_conversation_is_too_long(chatty: Running) -> None:
     reply = chatty.client().post("/invoke/stories260K", json=body)
     assert reply.status_code == 422
     assert reply.json()["error"]["param"] == "messages"
+
+
+def tool(schema: dict[str, Any] | None = SCHEMA, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "find", "parameters": schema, **fields}}
+
+
+async def call_tool(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
+    yield Started(node=node.node_id, cold_start="none")
+    yield Token(text=CALL, token_ids=[5], index=0)
+    yield done(asked, 1, "stop")
+
+
+def sent_form(chatty: Running, **fields: Any) -> tuple[Grammar | None, dict[str, Any]]:
+    """Returns the form that the node has got, and the answer's message."""
+    chatty.nodes[0].script = call_tool
+    body = {"model": "stories260K", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, **fields}
+    reply = chatty.client().post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    return chatty.nodes[0].received[-1].sampling.grammar, reply.json()["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_a_strict_tool_is_a_form_that_lets_text_pass(chatty: Running, choice: str | None) -> None:
+    other = tool(strict=False)
+    other["function"]["name"] = "other"
+    grammar, message = sent_form(chatty, tools=[other, tool(strict=True)], tool_choice=choice)
+    assert grammar is not None
+    assert grammar.kind == "lark"
+    assert all(part in grammar.text for part in ("<tool_call>", '"find"', '"other"', '"integer"'))
+    assert message["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"id": 4}'}
+
+
+def test_tools_that_are_not_strict_are_no_form(chatty: Running) -> None:
+    for fields in ({"tools": [tool()]}, {"tools": [tool(strict=True)], "tool_choice": "none"}):
+        assert sent_form(chatty, **fields)[0] is None
+
+
+def test_an_answer_of_a_stated_form_has_no_calls(chatty: Running) -> None:
+    grammar, message = sent_form(chatty, tools=[tool(strict=True)], response_format={"type": "json_object"})
+    assert grammar == Grammar("json", '{"type": "object"}')
+    assert "tool_calls" not in message
+    assert message["content"] == CALL
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        (SCHEMA | {"properties": {"id": {"type": "array", "uniqueItems": True}}}, "at /properties/id: Unimplemented"),
+        ({"type": "array"}, "the arguments of a strict tool are an object"),
+        ({"properties": {"id": {"enum": ["x" * 70_000]}}}, "characters"),
+    ],
+)
+def test_strict_tools_that_cannot_be_kept_are_refused(chatty: Running, schema: dict[str, Any], part: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool(strict=True), tool(schema, strict=True)]}
+    body["tools"][0]["function"]["name"] = "other"
+    reply = chatty.client().post("/v1/chat/completions", json={"model": "stories260K", **body})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert part in error["message"]
