@@ -25,6 +25,10 @@ ERRORS = (
 """Exceptions that a template may raise when it renders messages for which it was not written."""
 
 
+CONTINUED = "CONTINUED_MESSAGE_ENDS_HERE "
+"""Mark after the content of a message that is continued. Templates that trim a content remove its last space."""
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """Compiled chat template. `variables`: names that it reads, other than `messages`, `add_generation_prompt` and the
@@ -48,11 +52,13 @@ def render(
     special: Mapping[str, str],
     *,
     answer: bool,
+    continues: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Returns the conversation's text.
 
-    `answer`: append the prompt for the assistant's turn. `special`: texts of the special tokens by name. `variables`:
+    `answer`: append the prompt for the assistant's turn. `continues`: end the text after the last message's content, as
+    transformers' `continue_final_message` does. `special`: texts of the special tokens by name. `variables`:
     further values for the template, such as `tools`. Raises an exception listed in ERRORS, also for a variable that the
     template does not read.
     """
@@ -60,7 +66,18 @@ def render(
         has = f"it reads {', '.join(sorted(template.variables))}" if template.variables else "it reads no variables"
         raise jinja2.TemplateError(f"the chat template does not read {name}; {has}")
     values = {"tools": None, "documents": None, **(variables or {}), **special}
-    return template.template.render(messages=messages, add_generation_prompt=answer, **values)
+    if continues:
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{CONTINUED}"}]
+    text = template.template.render(messages=messages, add_generation_prompt=answer, **values)
+    return _until_mark(text) if continues else text
+
+
+def _until_mark(text: str) -> str:
+    """Returns the text before the mark. If the template has trimmed the content, the text is trimmed, too."""
+    before, mark, after = text.rpartition(CONTINUED.rstrip())
+    if not mark:
+        raise jinja2.TemplateError("the chat template does not show the last message, so it can't be continued")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:

@@ -105,19 +105,21 @@ class BaseText:
         limit: int | None = None,
         *,
         answer: bool = True,
+        continues: bool = False,
         special: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation.
 
-        `answer`: append the prompt for the assistant's turn. `variables`: further values for the chat template, such as
-        `tools`. `special`: also add the special tokens that a raw prompt
-        gets, before and after the text. Raises TextError, and TextTooLong as `encode_prompt` does.
+        `answer`, `continues`, `variables`: as in cluster.chat_template.render. `special`: also add the special tokens
+        that a raw prompt gets, before and after the text. Raises TextError, and TextTooLong as `encode_prompt` does.
         """
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
-            text = render(self._template, messages, self.special, answer=answer, variables=variables)
+            text = render(
+                self._template, messages, self.special, answer=answer, continues=continues, variables=variables
+            )
         except ERRORS as error:
             raise TextError(f"the chat template refused the messages: {error}") from error
         return self._ids(text, limit, special=special)

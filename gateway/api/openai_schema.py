@@ -163,6 +163,11 @@ class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Values for variables of the chat template, such as `enable_thinking`."""
     reasoning_effort: str | None = None
     """Value for the chat template's variable of this name; `none` and null leave it out."""
+    add_generation_prompt: bool | None = None
+    """True, the default, opens the assistant's turn at the end of the prompt; false leaves the prompt as it is."""
+    continue_final_message: bool | None = None
+    """True ends the prompt inside of the last message, whose content the answer continues. `add_generation_prompt`
+    can't be true then."""
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer, if the function's policy separates it."""
 

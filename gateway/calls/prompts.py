@@ -99,6 +99,8 @@ class Conversation(msgspec.Struct, frozen=True):
     field: str = "messages"
     answer: bool = True
     """True if the assistant's turn is opened at the end."""
+    continues: bool = False
+    """True if the text ends after the last message's content, which the answer continues."""
     variables: dict[str, Any] = {}
     """Further values for the chat template, such as `tools`."""
 
@@ -109,7 +111,18 @@ class Conversation(msgspec.Struct, frozen=True):
         return texts + sum(len(msgspec.json.encode(each)) for each in more if each)
 
     def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
-        return [_last(text.encode_chat(self.messages, limit, answer=self.answer, variables=self.variables), keep)]
+        return [_last(self.token_ids(text, limit), keep)]
+
+    def token_ids(self, text: BaseText, limit: int | None = None, *, special: bool = False) -> list[int]:
+        """Returns the token ids, as BaseText.encode_chat does."""
+        return text.encode_chat(
+            self.messages,
+            limit,
+            answer=self.answer,
+            continues=self.continues,
+            special=special,
+            variables=self.variables,
+        )
 
 
 class RenderedConversation(msgspec.Struct, frozen=True):

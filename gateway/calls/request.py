@@ -180,7 +180,14 @@ class InputProcessor:
         """
         if template is None or not isinstance(source, Conversation):
             return source
-        job = Job(template, source.messages, dict(self.text.special), source.answer, source.variables)
+        job = Job(
+            template,
+            source.messages,
+            dict(self.text.special),
+            answer=source.answer,
+            continues=source.continues,
+            variables=source.variables,
+        )
         text = await self.templates.render(tenant, job, deadline=deadline, receive=request.receive)
         return RenderedConversation(text)
 

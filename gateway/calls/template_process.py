@@ -32,6 +32,7 @@ class Job(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     special: dict[str, str]
     answer: bool = True
+    continues: bool = False
     variables: dict[str, Any] = {}
     seconds: float = RENDER_SECONDS
 
@@ -55,7 +56,12 @@ def outcome_of(job: Job) -> Rendered | Refused:
     try:
         with limited(signal.ITIMER_PROF, job.seconds):
             text = render(
-                _compiled(job.template), job.messages, job.special, answer=job.answer, variables=job.variables
+                _compiled(job.template),
+                job.messages,
+                job.special,
+                answer=job.answer,
+                continues=job.continues,
+                variables=job.variables,
             )
             text.encode()  # a lone surrogate is no text
     except MemoryError:

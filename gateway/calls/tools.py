@@ -28,7 +28,22 @@ def conversation_of(call: openai.ChatRequest) -> Conversation:
         variables["reasoning_effort"] = call.reasoning_effort
     if call.offered_tools:
         variables["tools"] = [msgspec.to_builtins(tool) for tool in call.tools or []]
-    return Conversation([message.plain() for message in call.messages], variables=variables)
+    answer, continues = end_of_prompt(call.messages, call.add_generation_prompt, call.continue_final_message)
+    messages = [message.plain() for message in call.messages]
+    return Conversation(messages, answer=answer, continues=continues, variables=variables)
+
+
+def end_of_prompt(messages: list[openai.ChatMessage], opens: bool | None, continues: bool | None) -> tuple[bool, bool]:
+    """Returns whether the prompt opens the assistant's turn, and whether it ends inside of the last message. `opens`,
+    `continues`: the fields `add_generation_prompt` and `continue_final_message`. Raises ServiceError."""
+    if not continues:
+        return opens is not False, False
+    if opens:
+        raise invalid("continue_final_message", "continue_final_message and add_generation_prompt can't both be true")
+    if messages[-1].content is None:
+        field = f"messages[{len(messages) - 1}].content"
+        raise invalid(field, f"{field} is missing; continue_final_message continues it")
+    return False, True
 
 
 def _check_choice(call: openai.ChatRequest) -> None:

@@ -15,6 +15,7 @@ from cluster.text import BaseText
 from gateway.api import openai_schema as openai
 from gateway.api import schema
 from gateway.calls.prompts import Conversation, Prompts, RenderedConversation, Source, run_on_text
+from gateway.calls.tools import end_of_prompt
 from gateway.groups import Calls
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
@@ -41,6 +42,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """True if the tokenizer adds its special tokens around the text. Default, as in calls: true for a prompt, false for
     messages, whose template writes its own."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Has the meaning that it has in a chat."""
     return_token_strs: bool | None = None
 
 
@@ -78,8 +81,9 @@ async def tokenize(request: Request, calls: Calls, tenant: str) -> Response:
     call, template = await _read(request, calls, tenant, TokenizeRequest)
     if (call.prompt is None) == (call.messages is None):
         raise invalid("prompt", "send exactly one of prompt and messages")
-    if call.messages is None and call.add_generation_prompt is not None:
-        raise invalid("add_generation_prompt", "add_generation_prompt is for messages; a prompt is taken as it is")
+    for field in ("add_generation_prompt", "continue_final_message"):
+        if call.messages is None and getattr(call, field) is not None:
+            raise invalid(field, f"{field} is for messages; a prompt is taken as it is")
 
     source, deadline = _source(call), time.monotonic() + calls.config.request_timeout
     source = await calls.inputs.render(request, tenant, template, source, deadline)
@@ -120,8 +124,9 @@ async def _read(request: Request, calls: Calls, tenant: str, kind: type[Call]) -
 
 def _source(call: TokenizeRequest) -> Source:
     if call.messages is not None:
+        answer, continues = end_of_prompt(call.messages, call.add_generation_prompt, call.continue_final_message)
         messages = [message.plain() for message in call.messages]
-        return Conversation(messages, answer=call.add_generation_prompt is not False)
+        return Conversation(messages, answer=answer, continues=continues)
     return Prompts([call.prompt or ""])
 
 
@@ -132,7 +137,7 @@ def _encode(text: BaseText, call: TokenizeRequest, source: Source) -> list[int]:
         case RenderedConversation():
             return text.encode_rendered(source.text, special=bool(special))
         case Conversation():
-            return text.encode_chat(source.messages, answer=source.answer, special=bool(special))
+            return source.token_ids(text, special=bool(special))
     assert call.prompt is not None
     return text.encode_plain(call.prompt) if special is False else text.encode_prompt(call.prompt)
 

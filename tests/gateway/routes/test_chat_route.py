@@ -18,7 +18,8 @@ from cluster.text import BaseText
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if fail }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if 'hidden' not in m.content }}{% endfor %}"
+    "{{ '<assistant>' if add_generation_prompt else '!' }}{{ raise_exception('no') if fail }}"
 )
 SCHEMA = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
 CALL = '<tool_call>\n{"name": "find", "arguments": {"id": 4}}\n</tool_call>'
@@ -158,3 +159,35 @@ def test_strict_tools_that_cannot_be_kept_are_refused(chatty: Running, schema: d
     error = reply.json()["error"]
     assert error["param"] == "tools[1].function.parameters"
     assert part in error["message"]
+
+
+def test_where_the_prompt_ends(chatty: Running) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, "}]
+    text = BaseText(Path(chatty.config.model_dir))
+    for fields, expected in [
+        ({}, "<user>Hi<assistant>Hello, <assistant>"),
+        ({"add_generation_prompt": True, "continue_final_message": False}, "<user>Hi<assistant>Hello, <assistant>"),
+        ({"add_generation_prompt": False}, "<user>Hi<assistant>Hello, !"),
+        ({"continue_final_message": True}, "<user>Hi<assistant>Hello, "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<user>Hi<assistant>Hello, "),
+    ]:
+        sent_form(chatty, messages=messages, **fields)
+        assert chatty.nodes[0].received[-1].token_ids == text.encode_plain(expected), fields
+
+
+@pytest.mark.parametrize(
+    ("message", "fields", "param"),
+    [
+        ({"content": "x"}, {"add_generation_prompt": True}, "continue_final_message"),
+        ({"tool_calls": [{"function": {"name": "find"}}]}, {}, "messages[1].content"),
+        ({"content": "hidden"}, {}, "messages"),
+    ],
+)
+def test_messages_that_cannot_be_continued(
+    chatty: Running, message: dict[str, Any], fields: dict[str, Any], param: str
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", **message}]
+    body = {"model": "stories260K", "messages": messages, "continue_final_message": True, **fields}
+    reply = chatty.client().post("/v1/chat/completions", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param

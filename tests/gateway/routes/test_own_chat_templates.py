@@ -95,6 +95,21 @@ def test_calls_have_the_tokens_of_transformers(gateway: Running, client: httpx.C
     assert client.post("/invoke/f", json={"messages": MESSAGES}).status_code == 422
 
 
+@pytest.mark.parametrize("content", ["a time", "a time ", "  a \n", "", "continued <user>"])
+def test_a_continued_message_has_the_tokens_of_transformers(
+    gateway: Running, client: httpx.Client, content: str
+) -> None:
+    """The template trims contents."""
+    assert set_template(client, OWN).status_code == 200
+    messages = [MESSAGES[0], {"role": "assistant", "content": content}]
+    body = {"model": "f", "messages": messages, "max_tokens": 1, "continue_final_message": True}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    reference = AutoTokenizer.from_pretrained(gateway.config.model_dir)
+    assert gateway.nodes[0].received[-1].token_ids == reference.apply_chat_template(
+        messages, chat_template=OWN, continue_final_message=True, return_dict=False
+    )
+
+
 def test_a_deploy_brings_its_template(gateway: Running, client: httpx.Client, pirate: dict) -> None:
     policy = {"policy": (None, '{"defaults": {"chat_template": "{% for %}"}}')}
     refused = client.post("/deploy/g", files={**pirate, **policy})

@@ -68,6 +68,18 @@ def test_a_conversation_has_the_tokens_of_transformers(
     assert reply.json()["token_strs"] is None
 
 
+@given(turns=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=4), stated=st.sampled_from([None, False]))
+def test_a_continued_message_has_the_tokens_of_transformers(
+    client: httpx.Client, reference: PreTrainedTokenizerBase, turns: list[tuple[str, str]], stated: bool | None
+) -> None:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    body = {"messages": messages, "add_generation_prompt": stated, "continue_final_message": True}
+    reply = client.post("/tokenize", json=body)
+    assert reply.status_code == 200, reply.text
+    expected = reference.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    assert reply.json()["tokens"] == expected
+
+
 @given(tokens=st.lists(st.integers(0, 49151), max_size=40))
 def test_tokens_have_the_text_of_transformers(
     client: httpx.Client, reference: PreTrainedTokenizerBase, tokens: list[int]
@@ -108,6 +120,7 @@ def test_the_model_is_the_base_or_a_function_of_the_caller(gateway: Running, pir
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ("/tokenize", {"messages": [{"role": "user", "content": "b"}]}, "messages"),  # no chat template
         ("/tokenize", {"prompt": "a", "surprise": 1}, "surprise"),
         ("/detokenize", {}, "tokens"),
