@@ -63,7 +63,7 @@ async def open_outside(config: GatewayConfig, metrics: Metrics) -> AsyncIterator
             pools=pools,
             base=base,
             inspector=stack.enter_context(closing(Inspector(base, inspectors))),
-            grammars=stack.enter_context(closing(GrammarChecks())),
+            grammars=stack.enter_context(closing(GrammarChecks(pools["forms"]))),
             templates=stack.enter_context(closing(ChatTemplates(pools["templates"]))),
             trainer=stack.enter_context(closing(RemoteTrainer())),
             store=store,

@@ -1,17 +1,13 @@
 """Functions' own chat templates (`defaults.chat_template`): checked before they are stored, rendered for calls.
 
-A tenant's template never runs in this process: see template_process. Several processes render, and a tenant uses one
-of them at a time. So another tenant's conversations find a process while a slow template runs. A template whose process
-was killed is not tried again for a while.
+A tenant's template never runs in this process: see template_process and tenant_helpers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +17,11 @@ from starlette.types import Receive
 from adapters.functions import MAX_TEMPLATE
 from adapters.helper_process import HelperEnded, HelperProcess
 from cluster.errors import ServiceError
-from gateway.calls.setbacks import Key, Setbacks, key_of
 from gateway.calls.template_process import RENDER_SECONDS, Job, Refused, Rendered
-from gateway.catalog.threads import LeavableThreads
+from gateway.calls.tenant_helpers import ProgramKilled, TenantHelpers
 from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
-from gateway.places.places import Places, working_for
+from gateway.places.places import Places
 
 ANSWER_SECONDS = 30.0
 """Seconds to wait until one conversation is rendered, including the start of the process. The limit of the template
@@ -44,7 +39,7 @@ class _TemplateRefused(Exception):
     """The template can't render the messages. The text says why, and may be shown to the caller."""
 
 
-class _TemplateKilled(_TemplateRefused):
+class _TemplateKilled(_TemplateRefused, ProgramKilled):
     """The process that rendered the template was killed, broke, or had to be replaced."""
 
 
@@ -56,16 +51,11 @@ class ChatTemplates:
 
     def __init__(self, places: Places) -> None:
         """`places`: one per helper process."""
-        self._threads = LeavableThreads(places)
-        self._helpers = [HelperProcess("gateway.calls.template_process") for _ in range(places.pool.size)]
-        self._idle = deque(self._helpers)
-        """Helpers without a job, the last used one at the end. It is used next, so that few processes start."""
-        self._setbacks = Setbacks(time.monotonic)
+        self._helpers = TenantHelpers("gateway.calls.template_process", places, "the chat template")
 
     def close(self) -> None:
         """Kills the helper processes, and abandons the conversations that they render."""
-        for helper in self._helpers:
-            helper.kill()
+        self._helpers.close()
 
     async def check(
         self, tenant: str, policy: Mapping[str, Any], *, special: Mapping[str, str], receive: Receive, within: str = ""
@@ -100,37 +90,10 @@ class ChatTemplates:
     async def _render(self, tenant: str, job: Job, deadline: float, receive: Receive) -> str:
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                return await while_connected(self._in_turn(tenant, job), receive)
+                rendering = self._helpers.run(tenant, job.template, lambda helper: self._ask(helper, job))
+                return await while_connected(rendering, receive)
         except TimeoutError:
             raise ServiceError("timeout", "the timeout passed before the chat template was rendered") from None
-
-    async def _in_turn(self, tenant: str, job: Job) -> str:
-        key = key_of(tenant, job.template)
-        self._check_pause(key)
-        with working_for(tenant):
-            return await self._threads.run(lambda: self._try(key, job))
-
-    def _check_pause(self, key: Key) -> None:
-        """Raises ServiceError `overloaded` while the template is not tried."""
-        if (pause := self._setbacks.pause(key)) is not None:
-            seconds, why = pause
-            message = f"the chat template is not tried for another {math.ceil(seconds)} s, because {why}"
-            raise ServiceError("overloaded", message, retry_after=seconds)
-
-    def _try(self, key: Key, job: Job) -> str:
-        """Returns the conversation, and records what became of the template. Blocks. Raises the errors of `_ask` and
-        `_check_pause`."""
-        self._check_pause(key)  # an earlier conversation may have been killed while this one waited
-        helper = self._idle.pop()
-        try:
-            text = self._ask(helper, job)
-        except _TemplateKilled as killed:
-            self._setbacks.record_kill(key, str(killed))
-            raise
-        finally:
-            self._idle.append(helper)
-        self._setbacks.record_success(key)
-        return text
 
     def _ask(self, helper: HelperProcess, job: Job) -> str:
         """Returns the conversation, rendered by the helper process. Blocks. Raises ServiceError `unavailable`,

@@ -18,6 +18,8 @@ from cluster.messages import Grammar
 
 CHECK_SECONDS = 2.0
 """Limit of processor time for one check; normal forms need some milliseconds."""
+PROBLEM_CHARACTERS = 1000
+"""Maximum characters of a problem; the rest is left out."""
 
 
 class Checked(msgspec.Struct, frozen=True):
@@ -35,7 +37,7 @@ def main() -> None:
     for grammar in jobs(connection, Grammar):
         with limited(signal.ITIMER_PROF, CHECK_SECONDS):
             problem = problem_of(grammar)
-        send(connection, Checked(problem[:1000], holds_much()))
+        send(connection, Checked(problem[:PROBLEM_CHARACTERS], holds_much()))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ import json
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from hashlib import sha256
-from threading import Lock
 
 import msgspec
 
@@ -19,25 +17,24 @@ from cluster.errors import ServiceError
 from cluster.messages import Grammar
 from gateway.api.schema import GenerationParams, JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from gateway.calls.grammar_process import CHECK_SECONDS, Checked
-from gateway.catalog.threads import LeavableThreads
+from gateway.calls.tenant_helpers import ProgramKilled, TenantHelpers
 from gateway.http.errors import invalid
+from gateway.places.places import Places
 
 CHECKED = 1024
-"""Number of checked grammars whose outcomes are remembered."""
-WAITING = 16
-"""Maximum number of checks that wait at once."""
+"""Number of checked grammars whose outcomes are remembered, each with a digest and a text of at most PROBLEM_CHARACTERS
+(grammar_process): some megabytes at most."""
 ANSWER_SECONDS = 30.0
 """Seconds to wait for one check, including the start of the process."""
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
-@dataclass(frozen=True)
-class StatedForm:
+class StatedForm(msgspec.Struct, frozen=True):
     """Form of an answer, and the field of the call that states it. `parts`: forms inside of it, by their fields."""
 
     field: str
     grammar: Grammar
-    parts: Mapping[str, Grammar] = field(default_factory=dict)
+    parts: dict[str, Grammar] = {}
 
 
 def form_of_answer(call: GenerationParams) -> StatedForm | None:
@@ -82,37 +79,42 @@ def _of_structured_outputs(stated: StructuredOutputs | None) -> Iterator[tuple[s
 
 
 class GrammarChecks:
-    """Checks of grammars in one gateway worker, in a helper process, with a cache of their outcomes."""
+    """Checks of grammars in one gateway worker, in helper processes, with a cache of their outcomes."""
 
-    def __init__(self) -> None:
-        self._threads = LeavableThreads(WAITING)
-        self._helper, self._lock = HelperProcess("gateway.calls.grammar_process"), Lock()
+    def __init__(self, places: Places) -> None:
+        """`places`: one per helper process."""
+        self._helpers = TenantHelpers("gateway.calls.grammar_process", places, "the answer's form")
         self._checked: OrderedDict[bytes, str] = OrderedDict()
-        """problem of each checked grammar, by its digest"""
+        """problem of each checked grammar, by its digest; a killed check has no entry"""
 
     def close(self) -> None:
-        """Kills the helper process, and abandons its check."""
-        self._helper.kill()
+        """Kills the helper processes, and abandons their checks."""
+        self._helpers.close()
 
-    async def check(self, form: StatedForm, deadline: float) -> None:
+    async def check(self, tenant: str, form: StatedForm, deadline: float) -> None:
         """Raises ServiceError: `validation_failed` that names the field, and for a schema the place in it, if the
-        form can't be kept; `timeout` after `deadline` in monotonic seconds; `unavailable`."""
-        problem = await self._checked_problem(form.grammar, deadline)
-        if not problem:
-            return
-        for field, grammar in form.parts.items():
-            if why := await self._checked_problem(grammar, deadline):
-                raise invalid(field, f"{field} can't be kept: {why}")
+        form can't be kept; `overloaded` while it is not tried because its check was killed; `timeout` after `deadline`
+        in monotonic seconds; `unavailable`."""
+        try:
+            problem = await self._checked_problem(tenant, form.grammar, deadline)
+            if not problem:
+                return
+            for field, grammar in form.parts.items():
+                if why := await self._checked_problem(tenant, grammar, deadline):
+                    raise invalid(field, f"{field} can't be kept: {why}")
+        except ProgramKilled as killed:
+            problem = str(killed)
         raise invalid(form.field.split(".")[0], f"{form.field} can't be kept: {problem}")
 
-    async def _checked_problem(self, grammar: Grammar, deadline: float) -> str:
-        """Returns why the grammar can't be kept; an empty text if it can."""
+    async def _checked_problem(self, tenant: str, grammar: Grammar, deadline: float) -> str:
+        """Returns why the grammar can't be kept; an empty text if it can. Raises ProgramKilled, ServiceError."""
         key = sha256(msgspec.msgpack.encode(grammar)).digest()
         problem = self._checked.get(key)
         if problem is None:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    problem = await self._threads.run(lambda: self._problem_of(grammar))
+                    program = f"{grammar.kind} {grammar.text}"
+                    problem = await self._helpers.run(tenant, program, lambda helper: _problem_of(helper, grammar))
             except TimeoutError:
                 raise ServiceError("timeout", "the timeout passed before the answer's form was checked") from None
         self._checked[key] = problem
@@ -121,19 +123,20 @@ class GrammarChecks:
             self._checked.popitem(last=False)
         return problem
 
-    def _problem_of(self, grammar: Grammar) -> str:
-        """Returns why the grammar can't be kept; an empty text if it can. Blocks. Raises ServiceError."""
-        with self._lock:
-            try:
-                checked = msgspec.msgpack.decode(self._helper.ask(grammar, ANSWER_SECONDS), type=Checked)
-            except TimeoutError:
-                why = f"this host is too busy to check the answer's form within {ANSWER_SECONDS:g} s"
-                raise ServiceError("unavailable", why, retry_after=1.0) from None
-            except HelperEnded as ended:
-                if ended.code in (-signal.SIGKILL, -signal.SIGTERM):
-                    why = "the process that checks the forms of answers was ended from outside"
-                    raise ServiceError("unavailable", why, retry_after=1.0) from None
-                return f"its check takes more than {CHECK_SECONDS:g} s of processor time, or too much memory"
-            if checked.last:
-                self._helper.end()
-            return checked.problem
+
+def _problem_of(helper: HelperProcess, grammar: Grammar) -> str:
+    """Returns why the grammar can't be kept; an empty text if it can. Blocks. Raises ProgramKilled, ServiceError."""
+    try:
+        checked = msgspec.msgpack.decode(helper.ask(grammar, ANSWER_SECONDS), type=Checked)
+    except TimeoutError:
+        why = f"this host is too busy to check the answer's form within {ANSWER_SECONDS:g} s"
+        raise ServiceError("unavailable", why, retry_after=1.0) from None
+    except HelperEnded as ended:
+        if ended.code in (-signal.SIGKILL, -signal.SIGTERM):
+            why = "the process that checks the forms of answers was ended from outside"
+            raise ServiceError("unavailable", why, retry_after=1.0) from None
+        limit = f"its check takes more than {CHECK_SECONDS:g} s of processor time, or too much memory"
+        raise ProgramKilled(limit) from None
+    if checked.last:
+        helper.end()
+    return checked.problem

@@ -78,7 +78,7 @@ class Invocation(msgspec.Struct, frozen=True):
     call: Call
     meter: Meter
     is_form: bool = False
-    """Whether the whole answer has a stated form, so that it has no free text."""
+    """True if the whole answer has a stated form, so that it has no free text."""
     request_id: str = ""
     choices: int = 1
     echo: list[Echo] = []
@@ -132,10 +132,10 @@ class InputProcessor:
         source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)
         prompts = await tokens_of(source, self.text, self.text_threads, context, deadline, request.receive, keep)
         check_prompt_logprobs(merged, choices * sum(map(len, prompts)))
-        kept = form or free_form(merged, target.policy.defaults, self.text, prompts[0])
-        if kept is not None:
-            await self.grammars.check(kept, deadline)
-            parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=kept.grammar)
+        checked = form or free_form(merged, target.policy.defaults, self.text, prompts[0])
+        if checked is not None:
+            await self.grammars.check(tenant, checked, deadline)
+            parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=checked.grammar)
         account, in_background = await self.callers.account(tenant), is_background(request)
         if in_background:
             account = msgspec.structs.replace(account, slo=BACKGROUND_SLO)

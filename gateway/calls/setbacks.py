@@ -1,5 +1,5 @@
-"""Pauses of chat templates whose process had to be killed, so that a tenant's calls do not start them again and
-again."""
+"""Pauses of tenants' programs (chat templates, forms of answers) whose process had to be killed, so that calls do not
+start them again and again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 FIRST_PAUSE_S = 2.0
 """Pause after the first kill in seconds. It doubles with each further one."""
 MAX_PAUSE_S = 60.0
-MAX_TEMPLATES = 4096
-"""Maximum templates that are remembered; the one that was killed first is forgotten."""
+MAX_REMEMBERED = 4096
+"""Maximum programs that are remembered; the one that was killed first is forgotten."""
 
 Key = tuple[str, bytes]
-"""Tenant, and digest of the template: templates are too long to be kept."""
+"""Tenant, and digest of the program: programs are too long to be kept."""
 
 
 class _Setback(NamedTuple):
@@ -24,12 +24,12 @@ class _Setback(NamedTuple):
     why: str
 
 
-def key_of(tenant: str, template: str) -> Key:
-    return tenant, hashlib.sha256(template.encode(errors="surrogatepass")).digest()
+def key_of(tenant: str, program: str) -> Key:
+    return tenant, hashlib.sha256(program.encode(errors="surrogatepass")).digest()
 
 
 class Setbacks:
-    """Templates that were killed lately, by tenant. Thread-safe. `clock`: monotonic seconds."""
+    """Programs that were killed lately, by tenant. Thread-safe. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class Setbacks:
         self._setbacks: dict[Key, _Setback] = {}
 
     def pause(self, key: Key) -> tuple[float, str] | None:
-        """Returns the seconds for which the template is not tried, and why it was killed. Returns None if it may be
+        """Returns the seconds for which the program is not tried, and why it was killed. Returns None if it may be
         tried."""
         with self._lock:
             setback = self._setbacks.get(key)
@@ -51,11 +51,11 @@ class Setbacks:
             kills = 1 if before is None else before.kills + 1
             seconds = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(kills - 1, 16))
             self._setbacks[key] = _Setback(kills, self._clock() + seconds, why)
-            if len(self._setbacks) > MAX_TEMPLATES:
+            if len(self._setbacks) > MAX_REMEMBERED:
                 del self._setbacks[next(iter(self._setbacks))]
 
     def record_success(self, key: Key) -> None:
-        """Takes back one kill: a template that is killed by every other conversation keeps its pauses."""
+        """Takes back one kill: a program that is killed by every other job keeps its pauses."""
         with self._lock:
             before = self._setbacks.get(key)
             if before is not None and before.kills > 1:

@@ -20,6 +20,7 @@ FIXED_POOLS: tuple[Pool, ...] = (
     Pool(name="event_runs", work="asynchronous calls", size=128, per_tenant=32),
     Pool(name="texts", work="long texts to tokenise", size=4, per_tenant=1),
     Pool(name="templates", work="conversations to render", size=4, per_tenant=1),
+    Pool(name="forms", work="forms of answers to check", size=4, per_tenant=1),
     Pool(name="sources", work="copies of a `source`", size=8, per_tenant=2),
     Pool(name="rebuilds", work="rebuilds of adapters", size=4, per_tenant=1),
     Pool(name="store_reads", work="reads of the registry", size=16, per_tenant=12),

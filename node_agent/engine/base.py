@@ -195,7 +195,7 @@ class EngineBase(ABC):
 
     def _fail_grammar(self, request: Request, problem: str) -> None:
         if self.grammars is not None and request.sampling.grammar is not None:
-            self.grammars.forget(request.sampling.grammar)
+            self.grammars.forget(request.sampling.grammar, request.grammar.slow if request.grammar else "")
         self._finish(request, "error", "validation_failed", f"the output's form can't be kept: {problem}")
 
     def _admit(self) -> None:

@@ -3,6 +3,7 @@ among those that the form allows."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 import resource
@@ -248,3 +249,56 @@ def test_a_form_whose_masks_take_long_ends_its_request(
     assert finished is not None
     assert (finished.reason, finished.error_type) == ("error", "validation_failed")
     assert "processor time" in finished.error
+
+
+def test_a_slow_form_is_not_tried_again_for_a_while(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    slow = Sampling(temperature=0.0, grammar=Grammar("regex", "[a-z ]{20,}"))
+
+    def reason() -> str:
+        request = engine.submit(STORY, 5, sampling=slow)
+        engine.run()
+        assert engine.outcomes[request].finished is not None
+        return engine.outcomes[request].finished.reason
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "MAX_STEP_SECONDS", 0.0)
+        assert reason() == "error"
+    assert reason() == "error"
+    monkeypatch.setattr(grammars, "monotonic", lambda: time.monotonic() + grammars.REFUSED_SECONDS)
+    assert reason() == "length"
+
+
+def test_the_cache_of_forms_has_a_limit_in_bytes(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate is compared with what the allocator has handed out."""
+    compiler = make_engine().engine.grammars
+    assert compiler is not None
+    rng, before = random.Random(3), allocated_bytes()
+    forms = [json_form(draw_schema(rng)) for _ in range(20)]
+    forms += [
+        Grammar("choice", json.dumps([f"word {number}" for number in range(1000)])),
+        Grammar("regex", "[a-z]{900}"),
+    ]
+    kept = []
+    for form in forms:
+        kept.append(compiler.start(form, []))
+        while not kept[-1].ready:
+            time.sleep(0.001)
+    assert allocated_bytes() - before < compiler.cached_bytes < grammars.CACHED_BYTES
+    monkeypatch.setattr(grammars, "CACHED_BYTES", compiler.cached_bytes / 2)
+    kept.append(compiler.start(json_form(draw_schema(rng)), []))
+    while not kept[-1].ready:
+        time.sleep(0.001)
+    assert 0 < compiler.cached_bytes <= grammars.CACHED_BYTES
+
+
+def allocated_bytes() -> int:
+    """Returns what the C library's allocator has handed out in this process, in all threads."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Info
+    info = library.mallinfo2()
+    return int(info.field4 + info.field7)

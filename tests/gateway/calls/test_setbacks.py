@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from adapters.functions import MAX_TEMPLATE
-from gateway.calls.setbacks import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_TEMPLATES, Setbacks, key_of
+from gateway.calls.setbacks import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_REMEMBERED, Setbacks, key_of
 
 
 class World:
@@ -43,8 +43,8 @@ def test_a_success_takes_back_one_kill() -> None:
 
 def test_what_is_kept_is_small_however_long_and_many_the_templates() -> None:
     world = World()
-    for number in range(MAX_TEMPLATES + 10):
+    for number in range(MAX_REMEMBERED + 10):
         world.setbacks.record_kill(key_of("bad", f"{number:0{MAX_TEMPLATE}}"), "why")
     [kept] = [value for value in vars(world.setbacks).values() if isinstance(value, dict)]
-    assert len(kept) == MAX_TEMPLATES
+    assert len(kept) == MAX_REMEMBERED
     assert max(sum(map(sys.getsizeof, key)) for key in kept) < 256

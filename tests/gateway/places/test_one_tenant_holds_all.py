@@ -227,6 +227,17 @@ def looping_templates(world: World, count: int) -> None:
     in_background(world, count, lambda client: client.post("/invoke/f", json=body))
 
 
+def evil_forms(world: World, count: int) -> None:
+    """Each is another one, since a form whose check was killed is not tried again. A few hold the place long enough."""
+
+    def call(client: httpx.Client) -> None:
+        parts = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxyz"]
+        form = {"json": {"title": f"{next(world.names)}", "allOf": parts}}
+        client.post("/invoke/f", json={"prompt": "x", "structured_outputs": form})
+
+    in_background(world, min(count, 5), call)
+
+
 def hanging_webhooks(world: World, count: int) -> None:
     for _ in range(count):
         world.invoke("acme", on_success={"webhook": world.hanging_url}).raise_for_status()
@@ -265,6 +276,11 @@ def renders(world: World) -> None:
     assert world.client("other").post("/invoke/f", json=body).status_code == 200
 
 
+def states_a_form(world: World) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"choice": [f"a{next(world.names)}"]}}
+    assert world.client("other").post("/invoke/f", json=body).status_code == 200
+
+
 def is_told(world: World) -> None:
     world.delivered.clear()
     world.until_delivered(on_success={"webhook": world.good_url})
@@ -290,6 +306,7 @@ BY_CALLS: dict[str, tuple[Attack, Work]] = {
     "batch_files": (open_uploads("/v1/files"), uploads_a_file),
     "texts": (long_texts, tokenises),
     "templates": (looping_templates, renders),
+    "forms": (evil_forms, states_a_form),
     "webhooks": (hanging_webhooks, is_told),
     "destinations": (many_destinations, calls_a_function),
     "event_runs": (long_runs, runs),
