@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic, time
 
 from adapters.sources import Sources
 from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from gateway.background import background
+from gateway.batches.forms import check_form
 from gateway.batches.runner import make_batches
 from gateway.calls.request import InputProcessor
 from gateway.catalog.rate_limiter import RateLimiter
@@ -125,6 +127,7 @@ def _make_calls(opened: Opened, records: Records, traffic: Traffic) -> Calls:
             name=worker_name(),
             registry=opened.metrics.registry,
             unix=events.clock.now,
+            check_form=partial(check_form, inputs),
             places=pools["batch_store"],
         ),
         callers=records.callers,

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.batches.forms import FormFields, Forms
 from gateway.batches.messages import BatchProblem, Endpoint
 
 MAX_LINES = 50_000
@@ -27,7 +28,7 @@ class Line(msgspec.Struct, frozen=True):
     body: msgspec.Raw
 
 
-class _Body(msgspec.Struct, frozen=True):
+class _Body(FormFields, frozen=True, kw_only=True):
     model: str
     stream: Any = None
     background: Any = None
@@ -48,13 +49,14 @@ class LineError(ValueError):
 class LineScanner:
     """Scanner of a file, which gets the file piece by piece. Blank lines count as lines, but are no calls.
 
-    Afterwards `starts` and `sizes` have the position of each call (bytes), `numbers` its line, and `order()` returns
-    the order in which calls run.
+    Afterwards `starts` and `sizes` have the position of each call (bytes), `numbers` its line, `forms` the forms of
+    answers, and `order()` returns the order in which calls run.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.starts, self.sizes, self.numbers = array("q"), array("l"), array("l")
         self.problems: list[BatchProblem] = []
+        self.forms = Forms()
         self._endpoint = endpoint
         self._models: dict[bytes, int] = {}
         """Indices of models, by digest of their names, which may be as long as a line."""
@@ -122,7 +124,7 @@ class LineScanner:
             self._blank += 1
 
     def _add(self, line: bytes, start: int) -> None:
-        call, model = read_line(line), ""
+        call = read_line(line)
         if call.method != "POST":
             raise LineError("invalid_method", "method must be POST", "method")
         if call.url != self._endpoint:
@@ -132,7 +134,7 @@ class LineScanner:
             raise LineError(
                 "invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID_CHARACTERS} characters", "custom_id"
             )
-        model = _model_of(call)
+        body = _body_of(call)
         digest = _digest(call.custom_id)
         if digest in self._ids:
             shown = call.custom_id[:100]
@@ -141,7 +143,8 @@ class LineScanner:
         self.starts.append(start)
         self.sizes.append(len(line))
         self.numbers.append(self._number)
-        self._groups.append(self._number_of(model))
+        self._groups.append(self._number_of(body.model))
+        self.forms.add(self._number, body)
 
     def _number_of(self, model: str) -> int:
         """Returns the index of a model, in order of first occurrence in the file."""
@@ -172,8 +175,8 @@ def read_line(line: bytes) -> Line:
         raise LineError("invalid_json_line", f"the line is not valid JSON: {error}") from None
 
 
-def _model_of(call: Line) -> str:
-    """Returns the name of the call's model. Raises LineError."""
+def _body_of(call: Line) -> _Body:
+    """Returns the checked fields of the call's body. Raises LineError."""
     try:
         body = _BODY.decode(call.body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -182,4 +185,4 @@ def _model_of(call: Line) -> str:
         raise LineError("invalid_body", "calls of a batch are not streamed", "body.stream")
     if call.url == "/invoke" and body.background not in (None, False):
         raise LineError("invalid_body", "calls of a batch are not asynchronous", "body.background")
-    return body.model
+    return body

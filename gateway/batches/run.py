@@ -14,9 +14,10 @@ import msgspec
 
 from adapters.errors import CorruptRecord, NotFound
 from gateway.batches.files import FileRecord, FileStore, piece_starts
+from gateway.batches.forms import LineForm
 from gateway.batches.line_reader import AHEAD_LINES, LineReader
-from gateway.batches.lines import Line, LineScanner
-from gateway.batches.messages import BatchProblem, Status
+from gateway.batches.lines import MAX_PROBLEMS, Line, LineScanner
+from gateway.batches.messages import BatchProblem, Endpoint, Status
 from gateway.batches.records import BatchRecord, BatchStore, bits_for
 from gateway.batches.replies import LineReply, PartWriter, reply_line, unanswered_line
 from gateway.catalog.threads import LeavableThreads
@@ -31,6 +32,10 @@ UNANSWERED: dict[Status, tuple[str, str]] = {
 }
 """Errors (code, message) that the error file states for calls that never ran, by the batch's final status. With other
 statuses the file does not list these calls."""
+
+
+CheckForm = Callable[[str, Endpoint, LineForm], Awaitable[BatchProblem | None]]
+"""Function that returns what is wrong with a form of answers; None if nothing is. It gets the tenant, too."""
 
 
 class LeaseLost(Exception):
@@ -50,6 +55,7 @@ class BatchRun:
         files: FileStore,
         threads: LeavableThreads,
         unix: Callable[[], Awaitable[float]],
+        check_form: CheckForm,
     ) -> None:
         self.record = record = claimed.record
         self.changed = asyncio.Event()
@@ -66,6 +72,7 @@ class BatchRun:
         self._problems = record.problems
         self._stored = claimed
         self._batches, self._files, self._threads, self._unix = batches, files, threads, unix
+        self._check_form = check_form
         self._reader: LineReader | None = None
         self._scanned = LineScanner(record.endpoint)
         self._order: array[int] = array("l")
@@ -108,16 +115,36 @@ class BatchRun:
         scanner.end()
         self._scanned = scanner
         self._reader = LineReader(scanner, partial(self._files.read, self.record.tenant, source), self._threads)
+        problems = scanner.problems
+        if not problems and self.record.status == "validating" and self.ending is None:
+            problems = await self._problems_of_forms(scanner)
         if self.record.status != "validating" or self.ending is not None:
             self._order = scanner.order()
             return
-        if scanner.problems:
-            self.end("failed", *scanner.problems)
+        if problems:
+            self.end("failed", *problems)
             return
         now, total = await self._unix(), len(scanner.starts)
         self._order, self._done = scanner.order(), bits_for(total)
         self.record = msgspec.structs.replace(self.record.with_status("in_progress", now), total=total)
         await self.write()
+
+    async def _problems_of_forms(self, scanner: LineScanner) -> list[BatchProblem]:
+        """Returns what is wrong with the forms of answers."""
+        problems: list[BatchProblem] = []
+        for form in scanner.forms.lines:
+            check = asyncio.ensure_future(self._check_form(self.record.tenant, self.record.endpoint, form))
+            try:
+                while not check.done():
+                    await asyncio.wait({check}, timeout=BEAT_SECONDS)
+                    await self._keep_lease()
+            finally:
+                check.cancel()
+            problem = check.result()
+            problems += [] if problem is None else [problem]
+            if self.ending is not None or len(problems) >= MAX_PROBLEMS:
+                break
+        return problems
 
     def next_call(self) -> int | None:
         """Returns the index of the next call to run; None if no call may start."""

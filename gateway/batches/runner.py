@@ -24,7 +24,7 @@ from gateway.batches.messages import BatchProblem, Endpoint
 from gateway.batches.metrics import BatchMetrics
 from gateway.batches.records import BatchRecord, BatchStore
 from gateway.batches.replies import AGAIN, FLEETING, Answer
-from gateway.batches.run import BatchRun, LeaseLost
+from gateway.batches.run import BatchRun, CheckForm, LeaseLost
 from gateway.batches.shares import PAUSE_SECONDS, Shares
 from gateway.batches.spare import SpareRows
 from gateway.catalog.callers import Callers
@@ -75,8 +75,10 @@ class BatchRunner:
         registry: CollectorRegistry,
         clock: Callable[[], float],
         unix: Callable[[], Awaitable[float]],
+        check_form: CheckForm,
         places: Places | int = 8,
     ) -> None:
+        self._check_form = check_form
         self._batches, self._files, self._callers, self._spare = batches, files, callers, spare
         self._name, self._clock, self._unix = name, clock, unix
         self._metrics = BatchMetrics(registry)
@@ -155,7 +157,8 @@ class BatchRunner:
         claim = msgspec.structs.replace(record, holder=self._name, claim=record.claim + 1)
         claimed = await self._threads.run(partial(self._batches.change, stored, claim))
         if claimed is not None:
-            await self._drive(BatchRun(claimed, self._batches, self._files, self._threads, self._unix))
+            run = BatchRun(claimed, self._batches, self._files, self._threads, self._unix, self._check_form)
+            await self._drive(run)
 
     def _is_claimable(self, record: BatchRecord) -> bool:
         return not record.holder or self._is_unchanged(record.id)
@@ -326,12 +329,13 @@ def make_batches(
     name: str,
     registry: CollectorRegistry,
     unix: Callable[[], Awaitable[float]],
+    check_form: CheckForm,
     places: Places,
 ) -> Batches:
     """Returns the batches of a gateway worker.
 
     `base`: fingerprint of the base model. `name`: unique among all gateways' workers. `registry`: of the Prometheus
-    metrics. `unix` returns Unix time (store clock). `places`: for accesses to the store.
+    metrics. `unix` returns Unix time (store clock). `check_form`: as in BatchRun. `places`: for accesses to the store.
     """
     files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
 
@@ -339,7 +343,16 @@ def make_batches(
         return rows.count(await cluster.table(), base, in_flight)
 
     runner = BatchRunner(
-        records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=unix, places=places
+        records,
+        files,
+        callers,
+        name=name,
+        spare=spare,
+        registry=registry,
+        clock=monotonic,
+        unix=unix,
+        check_form=check_form,
+        places=places,
     )
     return Batches(files, records, runner)
 

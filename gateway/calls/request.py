@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from adapters.base_model import BaseModel
-from adapters.functions import Policy
+from adapters.functions import Defaults, Policy
 from adapters.slo import Slo, lower_class
 from adapters.tenants import Tenant
 from cluster.limits import Call
@@ -170,6 +170,12 @@ class InputProcessor:
             choices=choices,
             echo=await self._echo(source, prompts, merged),
         )
+
+    async def check_form(self, tenant: str, call: GenerationParams) -> None:
+        """Checks the form of answers that a call states, whatever its function. Raises ServiceError."""
+        form = form_of_answer(call) or free_form(call, Defaults(), self.text, [])
+        if form is not None:
+            await self.grammars.check(tenant, form, time.monotonic() + self.request_timeout)
 
     async def render(
         self, request: Request, tenant: str, template: str | None, source: Source, deadline: float

@@ -75,16 +75,20 @@ def test_runs_a_file_of_several_functions(client: openai.OpenAI) -> None:
 def test_conversations_run_as_best_effort(start: Callable[..., Running], stories_dir: Path, tmp_path: Path) -> None:
     model = tmp_path / "chatty"
     shutil.copytree(stories_dir, model)
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    template = "{{ tools[0].function.name }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
     chatty = start(model_dir=str(model))
     node = chatty.node()
     talk = call(0, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], model="stories260K")
     del talk["body"]["prompt"]
+    talk["body"]["tools"] = [{"type": "function", "function": {"name": "find", "parameters": {}, "strict": True}}]
     with openai.OpenAI(base_url=f"{chatty.url}/v1", api_key=chatty.keys["acme"], max_retries=0) as client:
         batch = ended(client, submit(client, jsonl(talk), "/v1/chat/completions"))
         body = lines(client, batch.output_file_id)["call-0"]["response"]["body"]
     assert (body["object"], body["choices"][0]["message"]["content"]) == ("chat.completion", " t0")
     assert [asked.slo_class for asked in node.received] == ["best_effort"]
+    grammar = node.received[0].sampling.grammar
+    assert grammar is not None and '"find"' in grammar.text
 
 
 def test_invocations_name_an_alias(client: openai.OpenAI) -> None:
@@ -101,6 +105,58 @@ def test_wrong_lines_fail_a_batch_with_their_numbers(client: openai.OpenAI) -> N
     assert [(problem.line, problem.code) for problem in batch.errors.data] == [
         (2, "duplicate_custom_id"), (3, "invalid_url"), (4, "invalid_json_line"), (5, "invalid_encoding"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/invoke"])
+def test_forms_are_kept(client: openai.OpenAI, deployed: Running, endpoint: str) -> None:
+    forms = [{"structured_outputs": {"choice": ["a", f"b{number % 2}"]}} for number in range(4)]
+    before = len(deployed.nodes[0].received)
+    calls = [call(number, endpoint, **form) for number, form in enumerate(forms)]
+    assert ended(client, submit(client, jsonl(*calls), endpoint)).status == "completed"
+    asked = [request.sampling.grammar for request in deployed.nodes[0].received[before:]]
+    assert sorted(grammar.text for grammar in asked if grammar) == ['["a", "b0"]'] * 2 + ['["a", "b1"]'] * 2
+
+
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+BAD_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD_SCHEMA}}
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bodies", "problems"),
+    [
+        (
+            "/v1/completions",
+            [{}, {"response_format": BAD_FORM}, {"response_format": {"type": "yaml"}}, {"response_format": BAD_FORM},
+             {"structured_outputs": {"regex": "("}}, {"tools": [BAD_TOOL]}],
+            [(2, "response_format", "at /properties/a"), (3, "response_format.type", "yaml"),
+             (5, "structured_outputs", "unclosed"), (6, "tools", "on /v1/chat/completions")],
+        ),
+        ("/invoke", [{"structured_outputs": {}}], [(1, "structured_outputs", "state one of")]),
+        (
+            "/v1/chat/completions",
+            [{"tools": [BAD_TOOL]}, {"tools": [BAD_TOOL], "tool_choice": "required"}, {"tool_choice": "required"}],
+            [(1, "tools[0].function.parameters", "at /properties/a"), (2, "tools", "at /anyOf/0"),
+             (3, "tool_choice", "no tools")],
+        ),
+    ],
+)  # fmt: skip
+def test_forms_that_cannot_be_kept_fail_a_batch(
+    client: openai.OpenAI, deployed: Running, endpoint: str, bodies: list[Any], problems: list[tuple[int, str, str]]
+) -> None:
+    """A form is named once, by its first line. No call runs."""
+    before = len(deployed.nodes[0].received)
+    batch = ended(
+        client, submit(client, jsonl(*(call(at, endpoint, **body) for at, body in enumerate(bodies))), endpoint)
+    )
+    assert batch.status == "failed"
+    assert batch.errors is not None and batch.errors.data is not None
+    found = batch.errors.data
+    assert [(each.code, each.line, each.param) for each in found] == [
+        ("invalid_form", line, f"body.{field}") for line, field, _ in problems
+    ]
+    assert all(part in (each.message or "") for each, (_, _, part) in zip(found, problems, strict=True)), found
+    assert len(deployed.nodes[0].received) == before
 
 
 def test_a_file_keeps_its_name(client: openai.OpenAI) -> None:

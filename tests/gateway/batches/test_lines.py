@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.batches import lines
+from gateway.batches import forms, lines
 from gateway.batches.lines import LineScanner
 
 URL = "/v1/completions"
@@ -30,6 +30,19 @@ def line(custom_id: object = "a", **changed: object) -> bytes:
     return json.dumps(
         {"custom_id": custom_id, "method": "POST", "url": URL, "body": {"model": "f", "prompt": "x"}} | changed
     ).encode()
+
+
+def test_different_forms_are_found_by_their_first_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[dict[str, object]] = [
+        {}, {"tools": None}, {"tools": [1]}, {"response_format": {"a": 1}}, {"tools": [1]}, {"tools": [1, 2]},
+        {"structured_outputs": {}},
+    ]  # fmt: skip
+    content = b"\n".join(line(str(at), body={"model": "f", **body}) for at, body in enumerate(bodies))
+    found = scanned(content, [90]).forms.lines
+    assert [form.line for form in found] == [3, 4, 6, 7]
+    assert json.loads(found[1].fields)["response_format"] == {"a": 1}
+    monkeypatch.setattr(forms, "MAX_FORMS", 2)
+    assert [form.line for form in scanned(content, []).forms.lines] == [3, 4]
 
 
 HOSTILE = {

@@ -18,6 +18,7 @@ from stub_node import Script, die_at_once, hang_before_first, refuse_for_good
 
 import garnish
 from adapters.local_store import LocalStore
+from cluster.messages import Grammar
 from garnish.cli.main import main
 from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.events import transitions
@@ -61,6 +62,35 @@ def test_a_call_is_run_later(client: httpx.Client, deployed: Running) -> None:
     assert [attempt.error for attempt in event.attempts] == [None]
     asked = deployed.nodes[0].received[-1]
     assert (asked.slo_class, asked.ttft) == ("best_effort", None)
+
+
+@pytest.mark.parametrize(
+    ("form", "grammar"),
+    [
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar("choice", '["a", "b"]')),
+        ({"structured_outputs": {"regex": "[a-c]+"}}, Grammar("regex", "[a-c]+")),
+        ({"response_format": {"type": "json_object"}}, Grammar("json", '{"type": "object"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}}}},
+            Grammar("json", '{"const": 1}'),
+        ),
+    ],
+)
+def test_a_call_keeps_its_form(client: httpx.Client, deployed: Running, form: dict[str, Any], grammar: Grammar) -> None:
+    assert ended(client, submit(client, **form).json()["id"]).state == "succeeded"
+    assert deployed.nodes[0].received[-1].sampling.grammar == grammar
+
+
+def test_a_form_that_cannot_be_kept_is_refused_at_once(client: httpx.Client, deployed: Running) -> None:
+    before = client.get("/invocations").json()
+    for form, param in [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ]:
+        reply = submit(client, **form)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (422, param)
+    assert client.get("/invocations").json() == before
 
 
 def test_an_idempotency_key_names_one_event(client: httpx.Client, deployed: Running) -> None:
