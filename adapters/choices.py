@@ -21,7 +21,7 @@ class Resolved(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     bytes: int
     policy: Policy
-    itemsize: int = 0
+    itemsize: int
     """Bytes per element, as in VersionEntry; so are the next two fields."""
     config_sha256: str = ""
     weights_sha256: str = ""

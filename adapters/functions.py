@@ -106,8 +106,8 @@ class VersionEntry(msgspec.Struct, frozen=True):
     bytes: int
     """Size of the tensors as served, in bytes."""
     created: float
-    itemsize: int = 0
-    """Bytes per element with which `bytes` was computed. 0: an earlier release deployed the version."""
+    itemsize: int
+    """Bytes per element with which `bytes` was computed."""
     config_sha256: str = ""
     """SHA-256 of adapter_config.json, which names its blob; `weights_sha256` is that of adapter_model.safetensors."""
     weights_sha256: str = ""

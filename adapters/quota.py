@@ -173,7 +173,7 @@ class Quota:
         if not all(hold.ended for hold in ended.values()):
             usage = ending(usage, ended)
             etag = replace(usage, etag)
-        for function in sorted({hold.function for hold in ended.values()} - {""}):
+        for function in sorted({hold.function for hold in ended.values()}):
             self._fence(tenant, function)
         replace(recounted(usage, self._functions(tenant), self._clock()), etag)
 

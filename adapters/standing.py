@@ -42,7 +42,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int = 0
     """Bytes of one copy of all versions that `latest` names."""
     elements: int = 0
-    """Number of elements of that copy; 0: unknown."""
+    """Number of elements of that copy."""
     idle_ttl: float | None = None
     digests: tuple[str, ...] = ()
     reserved: int = 0
@@ -214,12 +214,11 @@ def _entry(record: FunctionRecord, current: Entry | None, now: float) -> Entry |
     aliased = {version for alias in record.aliases.values() for version in alias.weights}
     digests = [entry.digest for entry in record.versions if str(entry.version) in aliased]
     live = live_versions(record)
-    known_sizes = all(entry.itemsize for entry in live)
     return msgspec.structs.replace(
         _entry_from_policy(policy),
         since=now if current is None else current.since,
         bytes=sum(entry.bytes for entry in live),
-        elements=sum(entry.bytes // entry.itemsize for entry in live) if known_sizes else 0,
+        elements=sum(entry.bytes // entry.itemsize for entry in live),
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
     )
 

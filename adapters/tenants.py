@@ -71,8 +71,7 @@ class Hold(msgspec.Struct, frozen=True):
 
     bytes: int
     when: float
-    function: str = ""
-    """Function of the version; "" if an earlier release created the hold."""
+    function: str
     ended: bool = False
     """True: a count is about to drop the hold, and its deploy may no longer list its version."""
 

@@ -49,8 +49,7 @@ class VersionFiles:
         deploy.created = existing is None
         if existing is not None:
             self._contents.repair(deploy.layout, deploy.upload.config, deploy.upload.weights)
-            itemsize, artifact = ITEM_BYTES[deploy.layout.dtype], self._base.has_artifacts
-            return msgspec.structs.replace(existing, base=self._base.fingerprint, itemsize=itemsize, artifact=artifact)
+            return msgspec.structs.replace(existing, base=self._base.fingerprint, artifact=self._base.has_artifacts)
         deploy.room.take(deploy.layout.bytes)
         if deploy.manifest is None or not deploy.is_stored:
             deploy.manifest, deploy.is_stored = self._put_all(tenant, record, deploy), True

@@ -91,8 +91,7 @@ class Adapter(msgspec.Struct, frozen=True):
     bytes: int
     ranks: tuple[int, ...]
     itemsize: int = 0
-    """Bytes per element with which `bytes` was computed. 0: unknown, because an earlier release deployed the
-    adapter."""
+    """Bytes per element with which `bytes` was computed. 0: unknown, because an operator named only the digest."""
 
     config: str = ""
     """SHA-256 of the original adapter_config.json, which names its blob in the registry; `weights` is that of

@@ -37,10 +37,7 @@ def _stated(**params: str | None) -> dict[str, str]:
 
 
 def _flags(**flags: bool) -> dict[str, str]:
-    """Returns query parameters for the flags that are True.
-
-    Other flags are left out, since an older service may not accept them.
-    """
+    """Returns query parameters for the flags that are True."""
     return {name: "true" for name, value in flags.items() if value}
 
 

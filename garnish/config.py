@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,8 +24,6 @@ from garnish.yaml_file import Document, FieldPath, read_yaml
 from gateway.prices import Prices
 from gateway.webhook_hosts import parse_webhook_hosts
 from node_agent.config import RUNNERS
-
-log = logging.getLogger(__name__)
 
 OPEN_TENANT = "default"
 
@@ -91,8 +88,6 @@ def load_service_file(file: Path, environment: Mapping[str, str] | None = None) 
         infra=_section(document, ("infra",), Infra),
         prices=top.prices,
     )
-    if loaded.node.predictor is not None:
-        log.warning(f"{file}: node.predictor is ignored: node.prefetch (off, auto) took its place; remove the key")
     _refuse_unbuilt(document)
     _check_addresses(document, loaded)
     _check_together(document, loaded)

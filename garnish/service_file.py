@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from adapters.functions import SUPPORTED_POLICY, Policy, Provisioned
+from adapters.functions import SUPPORTED_POLICY, Policy
 from adapters.slo import Slo, Weight
 from adapters.tenants import MAX_WEBHOOK_HOSTS, FileBytes, Limits, WebhookHost
 from gateway.prices import Prices
@@ -70,7 +70,6 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eviction: Literal["cost", "lru", "lfu", "gdsf"] = "cost"
     prefetch: Literal["off", "auto"] = "auto"
     prefetch_waste: Annotated[float, Meta(ge=0, le=1)] = 0.25
-    predictor: Text | None = None
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     disk_cache: DiskCache | Literal["off"] | None = None
     simulate: Simulate = Simulate()
@@ -90,15 +89,10 @@ class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):
     adapter: Text
     tenant: Text | None = None
     alias: Text | None = None
-    provisioned: Provisioned | Literal[0] | None = None  # type: ignore[assignment]
-    """0 means none; it is accepted since earlier versions of the file had it"""
 
     def policy(self) -> dict[str, Any]:
         """Returns the policy fields that the file states."""
-        stated = {name: value for name, value in msgspec.to_builtins(self).items() if name in SUPPORTED_POLICY}
-        if stated.get("provisioned") == 0:
-            del stated["provisioned"]
-        return stated
+        return {name: value for name, value in msgspec.to_builtins(self).items() if name in SUPPORTED_POLICY}
 
 
 class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 Two gateway workers share a Redis; the registry is on an S3 server; calls go to 300 functions. The nodes are stubs
 (control_plane_nodes.py) that publish records by the nodes' own code; moto's server stands for S3. All of them share the
-host's cores. The same load goes to an earlier release (`--before`, a commit), whose gateway and nodes are taken from
+host's cores. The same load goes to an earlier version (`--before`, a commit), whose gateway and nodes are taken from
 there.
 
 `redis_in_mb_s`: what Redis receives during the calls. `record_cpu_share`: of a worker's time, without calls.
@@ -214,7 +214,7 @@ def figures_of(rows: list[dict[str, Any]], which: str, suffix: str) -> dict[str,
 
 @contextmanager
 def trees(before: str) -> Iterator[dict[str, Path]]:
-    """The earlier release as a folder, and this one."""
+    """The earlier version as a folder, and this one."""
     with tempfile.TemporaryDirectory() as root:
         folders = {"after": ROOT}
         if before:
@@ -227,7 +227,7 @@ def trees(before: str) -> Iterator[dict[str, Path]]:
 
 def main() -> None:
     parser = arguments(__doc__ or "", SMOLLM2)
-    parser.add_argument("--before", default=BEFORE, help="commit of the earlier release; empty: none")
+    parser.add_argument("--before", default=BEFORE, help="commit of the earlier version; empty: none")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     settings: dict[str, Any] = {

@@ -38,7 +38,7 @@ try:
     from node_agent.api.publisher import Publisher
     from node_agent.api.request import Limits
     from node_agent.api.requests import RequestRegistry
-except ImportError:  # of the earlier release
+except ImportError:  # of the earlier version
     from node_agent.api_desk import Desk as RequestRegistry  # type: ignore[import-not-found,no-redef]
     from node_agent.api_request import Limits  # type: ignore[import-not-found,no-redef]
     from node_agent.publisher import Publisher  # type: ignore[import-not-found,no-redef]
@@ -240,7 +240,7 @@ async def placements(nodes_config: NodesConfig) -> dict[str, float]:
 
 
 def _size() -> dict[str, Any]:
-    """Returns how much the requests ask of a node; the earlier release has these fields in the request itself."""
+    """Returns how much the requests ask of a node; the earlier version has these fields in the request itself."""
     fields: dict[str, Any] = {"rank": 16, "prompt_tokens": 100, "max_tokens": 100}
     return {"demand": Demand(**fields)} if "demand" in PlacementRequest.__struct_fields__ else fields
 

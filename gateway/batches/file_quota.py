@@ -2,8 +2,8 @@
 
 A record per tenant has the size of each file and the maximum size of each upload in progress. It is changed by
 compare-and-swap: before an upload stores anything, when its file is complete, and when a file is deleted. If a gateway
-dies in between, its entries are removed with the upload's other leftovers (gateway.batches.files). Files that a gateway
-of an earlier release adds or deletes are noticed when the files are counted again, hourly and before a refusal.
+dies in between, its entries are removed with the upload's other leftovers (gateway.batches.files). A write that reaches
+the store after its upload was abandoned is noticed when the files are counted again, hourly and before a refusal.
 """
 
 from __future__ import annotations

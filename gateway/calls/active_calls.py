@@ -44,13 +44,13 @@ class ActiveCalls:
             if not futures:
                 del self._revoked[owner]
 
-    def cancel(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:
+    def cancel(self, tenant: str, function: str, reason: ServiceError, id: str) -> None:
         """Ends the function's generations, and any call received before now that arrives here later.
 
         `id`: id of the revocation, which counts once however often it is received. So a repeated message does not end
         calls of a function that was deployed again.
         """
-        if id and id in self._received_ids:
+        if id in self._received_ids:
             return
         self._received_ids.append(id)
         self._revocations[tenant, function] = (time.monotonic(), reason)

@@ -30,10 +30,6 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: _ErrorContent
 
 
-class PathUnknown(ServiceError):
-    """The node's release does not know the command."""
-
-
 class NodeCalls:
     def __init__(self, session: aiohttp.ClientSession, secret: str, *, connect: float) -> None:
         self._session = session
@@ -45,7 +41,7 @@ class NodeCalls:
     ) -> tuple[int, T]:
         """Sends a GET, or a POST with an order. Returns the status, and the answer decoded as `kind`.
 
-        Raises ServiceError with the node's error, or `node_failed`; PathUnknown.
+        Raises ServiceError with the node's error, or `node_failed`.
         """
         method = "GET" if order is None else "POST"
         status, body = await self._call(node, method, path, b"" if order is None else msgspec.msgpack.encode(order))
@@ -57,15 +53,13 @@ class NodeCalls:
     async def order(self, node: NodeRecord, path: str, order: msgspec.Struct | None = None) -> None:
         """Sends a POST whose answer is ignored. Raises the same errors as `ask`."""
         status, body = await self._exchange(node, "POST", path, b"" if order is None else msgspec.msgpack.encode(order))
-        if status == 404:
-            raise _unknown(node, path)
         if status >= 300:
-            raise _refusal(node, path, status, body)
+            raise _refusal(node, status, body)
 
     async def _call(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         status, answer = await self._exchange(node, method, path, body)
         if status >= 300:
-            raise _refusal(node, path, status, answer)
+            raise _refusal(node, status, answer)
         return status, answer
 
     async def _exchange(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
@@ -84,18 +78,14 @@ class NodeCalls:
         return response.status, bytes(answer)
 
 
-def _refusal(node: NodeRecord, path: str, status: int, body: bytes) -> ServiceError:
+def _refusal(node: NodeRecord, status: int, body: bytes) -> ServiceError:
     try:
         error = msgspec.json.decode(body, type=_Refusal).error
     except msgspec.DecodeError:
-        return _unknown(node, path) if status == 404 else _failed(node, f"answered with status {status}")
+        return _failed(node, f"answered with status {status}")
     if error.type not in STATUS or error.type in OUR_FAULT:
         return _failed(node, f"refused the gateway ({error.type[:50]})")
     return ServiceError(error.type, error.message, retry_after=1.0 if STATUS[error.type] in (429, 503) else None)
-
-
-def _unknown(node: NodeRecord, path: str) -> PathUnknown:
-    return PathUnknown("node_failed", f"node {node.id} does not know {path}")
 
 
 def _failed(node: NodeRecord, what: str) -> ServiceError:

@@ -18,12 +18,6 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-KEPT_SECONDS = 600.0
-"""Seconds after loading for which an answer can be confirmed as current. An answer in use is reloaded after half of
-that.
-
-This covers gateways of earlier releases, which write to the registry without marks (adapters.epoch).
-"""
 MAX_CACHED = 50_000
 PATIENCE = 1.0
 """Seconds to wait for the registry while an older answer is cached. A hanging registry thus does not block calls."""
@@ -33,8 +27,8 @@ PATIENCE = 1.0
 class GraceCache(Generic[K, V]):
     """Cache of successful answers. Errors are not cached, so a new deploy is visible at once.
 
-    An answer that is requested in the second half of its validity is reloaded in the background, so that frequently
-    used answers never make a caller wait. `fresh`, `grace` and `patience` are seconds.
+    An unconfirmed answer that is requested in the second half of its validity is reloaded in the background, so that
+    frequently used answers never make a caller wait. `fresh`, `grace` and `patience` are seconds.
     """
 
     load: Callable[[K], Awaitable[V]]
@@ -46,6 +40,8 @@ class GraceCache(Generic[K, V]):
     patience: float = PATIENCE
     confirmed: Callable[[K], float] = lambda _: float("-inf")
     """Function that returns the time, by `clock`, at which the answer for a key was last known to be current."""
+    is_final: Callable[[V], bool] = lambda _: True
+    """Function that returns whether an answer can be confirmed. Other answers are valid for `fresh` seconds."""
     _cached: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
     _loading: dict[K, asyncio.Task[V]] = field(default_factory=dict, init=False)
     _patience_ends: dict[K, float] = field(default_factory=dict, init=False)
@@ -57,13 +53,14 @@ class GraceCache(Generic[K, V]):
         Raises the exceptions of `load`. It raises StoreUnavailable only if no answer younger than `grace` is cached.
         """
         cached = self._cached.get(key)
-        if cached is not None and self._age(key, cached[1]) < self.fresh:
-            valid_s = KEPT_SECONDS if self.confirmed(key) > cached[1] else self.fresh
-            if self.clock() - cached[1] > valid_s / 2 and key not in self._loading:
+        current_at = None if cached is None else self._current_at(key, *cached)
+        if cached is not None and current_at is not None and self.clock() - current_at < self.fresh:
+            is_confirmed = current_at > cached[1]
+            if not is_confirmed and self.clock() - current_at > self.fresh / 2 and key not in self._loading:
                 self._begin(key)
             return cached[0]
         load = self._loading.get(key) or self._begin(key)
-        if cached is None or self._age(key, cached[1]) >= self.grace:
+        if cached is None or current_at is None or self.clock() - current_at >= self.grace:
             return await asyncio.shield(load)
         # If the load has already taken `patience` seconds, there is no further wait.
         patience_s = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
@@ -79,10 +76,9 @@ class GraceCache(Generic[K, V]):
         for key in [key for key in self._loading if matches(key)]:
             del self._loading[key], self._patience_ends[key]
 
-    def _age(self, key: K, asked_at: float) -> float:
-        """Returns the seconds since the key's answer, requested at `asked_at`, was last known to be current."""
-        now = self.clock()
-        return now - (max(asked_at, self.confirmed(key)) if now - asked_at < KEPT_SECONDS else asked_at)
+    def _current_at(self, key: K, answer: V, asked_at: float) -> float:
+        """Returns the time, by `clock`, at which the answer, requested at `asked_at`, was last known to be current."""
+        return max(asked_at, self.confirmed(key)) if self.is_final(answer) else asked_at
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))

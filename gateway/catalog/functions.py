@@ -66,6 +66,7 @@ class Functions:
             fresh=config.cache_seconds,
             grace=config.grace_seconds,
             confirmed=lambda key: confirmed(function_key(key[0], key[1])),
+            is_final=_is_final,
         )
 
     async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
@@ -136,3 +137,9 @@ class Functions:
             if choice.pending:
                 self._rebuilds.request(tenant, name, choice.version.version, choice.version.digest)
         return choices
+
+
+def _is_final(choices: Sequence[Choice]) -> bool:
+    """Returns whether the versions can change only with the function's record. Artifacts change without it: damaged
+    ones are built again."""
+    return not any(choice.damaged or choice.pending for choice in choices)

@@ -44,7 +44,7 @@ class EventQueued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
 def make_channel(link: RedisLink | None) -> Channel[EventQueued]:
     """Returns the channel; the link must not be connected yet.
 
-    It is a separate channel, for workers of an earlier release can't decode its message.
+    It is separate from the peers' channel, because many new events must not displace waiting messages of that channel.
     """
     return Channel(link, "events", EventQueued, 100)
 

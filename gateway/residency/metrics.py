@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gateway.residency.messages import Cause
 
-Outcome = Literal["taken", "failed", "not_understood"]
+Outcome = Literal["taken", "failed"]
 
 
 class ResidencyMetrics:

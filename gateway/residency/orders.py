@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from cluster.errors import ServiceError
 from cluster.news import NodeRecord
 from cluster.residency import WantedAdapter, WantedResidency
 from cluster.state import MAX_NODES
-from gateway.calls.node_calls import NodeCalls, PathUnknown
+from gateway.calls.node_calls import NodeCalls
 from gateway.leader.tick import Tick, TickEnded
 from gateway.places.places import SERVICE, Places, Pool
 from gateway.residency.metrics import ResidencyMetrics
@@ -50,7 +49,7 @@ class _Sent(NamedTuple):
     epoch: str
     order: NodeOrder
     at: float
-    """Time at which the order was sent, in monotonic seconds; infinite if the node does not support such orders."""
+    """Time at which the order was sent, in monotonic seconds."""
 
 
 class ResidencyOrders:
@@ -98,9 +97,7 @@ class ResidencyOrders:
         sent = self._latest_sent.get(node.id)
         if sent is None or sent.epoch != node.epoch:
             return order != NOTHING
-        if sent.order != order:
-            return sent.at < math.inf
-        return order != NOTHING and self._clock() - sent.at >= ORDER_SECONDS / 2
+        return sent.order != order or (order != NOTHING and self._clock() - sent.at >= ORDER_SECONDS / 2)
 
     async def _order(self, tick: Tick, node: NodeRecord, order: NodeOrder) -> None:
         at, message = self._clock(), WantedResidency(list(order.adapters), ORDER_SECONDS, dict(order.idle_ttls))
@@ -110,15 +107,11 @@ class ResidencyOrders:
                 await self._node_calls.order(node, "/adapters/wanted", message)
         except TickEnded:
             return
-        except PathUnknown:
-            at = math.inf
-            self._metrics.count_order("not_understood")
         except (ServiceError, TimeoutError) as error:
             self._record_failure(node, error)
             return
-        else:
-            tick.work += 1
-            self._metrics.count_order("taken")
+        tick.work += 1
+        self._metrics.count_order("taken")
         self._failing.pop(node.id, None)
         self._latest_sent[node.id] = _Sent(node.epoch, order, at)
 

@@ -113,9 +113,8 @@ class NodeMemory:
 
 
 def node_memory(node: NodeRecord) -> NodeMemory:
-    device = node.adapter_bytes or inf
-    host = node.host_bytes or device  # an earlier release does not report it
-    return NodeMemory({"device": device, "host": host}, node.adapter_itemsize, node.takes_wants, node.rank_limit)
+    bytes: dict[Tier, float] = {"device": node.adapter_bytes or inf, "host": node.host_bytes or inf}
+    return NodeMemory(bytes, node.adapter_itemsize, node.takes_wants, node.rank_limit)
 
 
 @dataclass

@@ -37,6 +37,6 @@ Message = CallsCounted | ManualHold | HeldAsked | ForecastAsked | ForecastAnswer
 def make_channel(link: RedisLink | None) -> Channel[Message]:
     """Returns the channel; the link must not be connected yet.
 
-    It is separate from the peers' channel, because workers of an earlier release can't decode its messages.
+    It is separate from the peers' channel, because its counts must not displace waiting messages of that channel.
     """
     return Channel(link, "residency", Message, MAX_WAITING)

@@ -66,9 +66,7 @@ class StandingPolicies:
 
     async def _check(self, tick: Tick) -> None:
         standing = await self._threads.read(read_standing, self._store)
-        # A gateway of an earlier release removes entries that exist only for `prefetch`; they are restored here.
-        dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
-        entries = {**standing.functions, **dropped}
+        entries = standing.functions
         policies, idle, stale, not_prefetched = list[_PolicyWishes](), dict[str, float](), list[str](), set[str]()
         async for key, choices in look_up(self._functions, list(entries), tick):
             entry = entries[key]
@@ -124,7 +122,7 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     return Memory(
         nodes=len(nodes),
         device=PROVISIONED_SHARE * sum(device) if all(device) else None,
-        host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor do nodes of earlier releases
+        host=PROVISIONED_SHARE * sum(host) if all(host) else None,
         tenant_share=TENANT_PROVISIONED_SHARE,
         copies=MAX_WANTED * len(nodes),
         itemsize=max(node.adapter_itemsize for node in nodes),

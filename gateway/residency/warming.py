@@ -16,7 +16,7 @@ from cluster.node_table import ABSENT, DEVICE, DISK, HOST, TIERS, NodeTable
 from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
 from gateway.calls.late_nodes import LateNodes
-from gateway.calls.node_calls import NodeCalls, PathUnknown
+from gateway.calls.node_calls import NodeCalls
 from gateway.catalog.adapters import adapter_of
 from gateway.catalog.functions import Functions
 from gateway.residency.manual_holds import ManualHold
@@ -128,7 +128,7 @@ class Warming:
                 reply = await self._bring(order, await self._places(order))
                 problem = next((place.error for place in reply.places if place.error), None)
             except ServiceError as error:
-                if error.type == "too_large" or isinstance(error, PathUnknown):  # permanent
+                if error.type == "too_large":  # permanent
                     return error.message
                 problem = error.message
             else:

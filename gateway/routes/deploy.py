@@ -187,8 +187,7 @@ async def _room_warnings(catalog: Catalog, deployment: Deployment) -> list[str]:
     fits: list[tuple[int, int]] = []
     for node in await catalog.cluster.nodes():
         record = node.record
-        room = record.largest_adapter or record.adapter_bytes  # an earlier release reports its total memory only
-        # A starting node reports no memory yet.
+        room = record.largest_adapter  # 0: a starting node reports no memory yet
         if record.base == catalog.base.fingerprint and room:
             fits.append((room, elements * (record.adapter_itemsize or min(ITEM_BYTES.values()))))
     if not fits or any(needed <= room for room, needed in fits):

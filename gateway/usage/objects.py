@@ -41,11 +41,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     completion_tokens: int
     cold_starts: int
-    device_seconds: float = 0.0
-    device_gb_seconds: float = 0.0
-    host_gb_seconds: float = 0.0
-    device_pinned_gb_seconds: float = 0.0
-    host_pinned_gb_seconds: float = 0.0
+    device_seconds: float
+    device_gb_seconds: float
+    host_gb_seconds: float
+    device_pinned_gb_seconds: float
+    host_pinned_gb_seconds: float
 
 
 class MergedRecord(msgspec.Struct, frozen=True):

@@ -27,9 +27,8 @@ class CallsRevoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
     tenant: str
     function: str
     reason: str
-    id: str = ""
-    """Id of the revocation, by which duplicates are ignored: the same message may also arrive through the registry.
-    Empty if the sender has an earlier release."""
+    id: str
+    """Id of the revocation, by which duplicates are ignored: the same message may also arrive through the registry."""
 
 
 class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):

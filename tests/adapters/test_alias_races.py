@@ -63,7 +63,7 @@ with fork.Pool(writers) as pool:  # a process for each
 
 def function_with_versions(registry: Registry) -> None:
     for version in range(1, VERSIONS + 1):
-        entry = VersionEntry(version, f"{version:064}", registry.base.fingerprint, (4,), ("q",), 10, 0.0)
+        entry = VersionEntry(version, f"{version:064}", registry.base.fingerprint, (4,), ("q",), 10, 0.0, 2)
 
         def commit(record: FunctionRecord | None, entry: VersionEntry = entry) -> FunctionRecord:
             return with_version(record or FunctionRecord(name="f", created=0.0), entry, "latest", 0.0)

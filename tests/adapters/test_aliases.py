@@ -59,7 +59,7 @@ class AliasMachine(RuleBasedStateMachine):
     def deploy(self, digest: str, alias: str) -> None:
         """As a deploy commits: the bytes that are known keep their version."""
         version = next((number for number, known in self.listed.items() if known == digest), self.next)
-        entry = VersionEntry(version, digest, self.base.fingerprint, (4,), ("q",), 10, 0.0)
+        entry = VersionEntry(version, digest, self.base.fingerprint, (4,), ("q",), 10, 0.0, 2)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             return with_version(record or FunctionRecord(name="f", created=0.0, generation=0), entry, alias, 0.0)
@@ -161,7 +161,7 @@ def test_aliases_follow_the_model(base: BaseModel, tmp_path: Path) -> None:
 
 def choices(weights: dict[str, float]) -> list[Choice]:
     return [
-        Choice(share, Resolved("f", int(version), f"digest-{version}", "", (4,), 10, Policy()))
+        Choice(share, Resolved("f", int(version), f"digest-{version}", "", (4,), 10, Policy(), 2))
         for version, share in sorted(weights.items(), key=lambda item: int(item[0]))
     ]
 

@@ -242,7 +242,7 @@ def _traced(run: Callable[[], Collected]) -> int:
 def _write_function(root: Path, number: int) -> None:
     """Straight into the directory: the store would sync each file."""
     digest = f"{number:064x}"
-    entry = VersionEntry(1, digest, "base", (4,), ("q",), 100, 0.0)
+    entry = VersionEntry(1, digest, "base", (4,), ("q",), 100, 0.0, 2)
     record = FunctionRecord(name=f"f{number}", created=0.0, next_version=2, versions=(entry,))
     manifest = Manifest(
         function=record.name, version=1, digest=digest, base="base", base_id="b", config_sha256=digest,

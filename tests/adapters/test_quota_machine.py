@@ -134,7 +134,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     def write(self, deploy: Running) -> bool:
         """Returns whether the version is listed: not if the function's record has changed."""
-        entry = VersionEntry(1, "0" * 64, "base", (4,), ("q_proj",), 10, self.now, hold=deploy.hold)
+        entry = VersionEntry(1, "0" * 64, "base", (4,), ("q_proj",), 10, self.now, 2, hold=deploy.hold)
         data = msgspec.json.encode(FunctionRecord(name=deploy.name, created=0, versions=(entry,)))
         try:
             if deploy.etag is None:

@@ -273,7 +273,7 @@ def test_of_a_split_alias_only_the_version_that_fits_the_base_is_served(
 ) -> None:
     deploy(registry, good)
     record = registry.function("acme", "f")
-    elsewhere = VersionEntry(2, "f" * 64, "e" * 64, (4,), ("q",), 10, 0.0)
+    elsewhere = VersionEntry(2, "f" * 64, "e" * 64, (4,), ("q",), 10, 0.0, 2)
     manifest = msgspec.structs.replace(registry.manifest("acme", "f", 1), version=2, digest="f" * 64)
     registry.store.put("tenants/acme/functions/f/versions/2.json", msgspec.json.encode(manifest))
     both = with_version(record, elsewhere, "other", 0.0)

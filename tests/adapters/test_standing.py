@@ -181,11 +181,6 @@ def test_functions_that_are_not_prefetched_are_listed(filled: Registry) -> None:
     assert odd.value.param == "prefetch"
 
 
-def test_entries_of_an_earlier_release_are_prefetched(filled: Registry) -> None:
-    filled.store.put(standing.STANDING_KEY, b'{"functions": {"acme/f": {"since": 1.0, "idle_ttl": 5.0}}}')
-    assert read_standing(filled.store).functions["acme/f"].prefetch
-
-
 def test_who_changes_policies_at_once_leaves_books_that_are_right(filled: Registry) -> None:
     rng = random.Random(1)
     changes = [

@@ -27,7 +27,10 @@ FUNCTION = FunctionRecord(
     "tales",
     created=1.0,
     policy=Policy(timeout=3.0, defaults=Defaults(max_tokens=7), slo_class="standard"),
-    versions=(VersionEntry(1, "d" * 64, "b", (8,), ("q",), 10, 1.0), VersionEntry(2, "e" * 64, "b", (4,), (), 9, 2.0)),
+    versions=(
+        VersionEntry(1, "d" * 64, "b", (8,), ("q",), 10, 1.0, 2),
+        VersionEntry(2, "e" * 64, "b", (4,), (), 8, 2.0, 4),
+    ),
     aliases={"prod": Alias({"1": 1.0}, generation=1, when=1.0)},
 )
 TENANT = Tenant("acme", slo=Slo(ttft_ms=200.0), limits=Limits(rps=3.0))

@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
     ),
     "node": (
         "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",
-        "eviction", "prefetch", "prefetch_waste", "predictor", "tensor_parallel", "disk_cache", "simulate",
+        "eviction", "prefetch", "prefetch_waste", "tensor_parallel", "disk_cache", "simulate",
     ),
     "infra": ("state",),
     "tenants": {"weight", "slo", "limits", "webhook_hosts", "file_bytes"},

@@ -173,15 +173,6 @@ def test_what_is_not_built_is_refused(tmp_path: Path, field: str, text: str) -> 
     assert (refused.value.field, refused.value.line) == (field, 3)
 
 
-@pytest.mark.parametrize("predictor", ["auto", "none", "lstm"])
-def test_a_key_of_earlier_versions_is_ignored_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, predictor: str
-) -> None:
-    service = load(tmp_path, HEAD + f"node: {{predictor: {predictor}}}")
-    assert "node.predictor is ignored" in caplog.text
-    assert service.node.prefetch == "auto"
-
-
 @pytest.mark.parametrize("text", ["prefetch: lstm", "prefetch_waste: 1.5", "prefetch_waste: -0.1"])
 def test_how_prefetching_can_not_be_set(tmp_path: Path, text: str) -> None:
     with pytest.raises(ServiceFileError) as refused:
@@ -283,13 +274,12 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
     }  # fmt: skip
     assert isinstance(service.functions["f"].policy()["warm"][0]["for"], int), "a gateway takes no other number"
     assert service.functions["g"].policy() == {}
-    earlier = load(tmp_path, HEAD + "functions: {f: {adapter: a, provisioned: 0}}")
-    assert earlier.functions["f"].policy() == {}
 
 
 @pytest.mark.parametrize(
     ("written", "field"),
     [
+        ("provisioned: 0", "provisioned"),
         ("provisioned: 1", "provisioned"),
         ("provisioned: {disk: 1}", "provisioned.disk"),
         ("idle_ttl: soon", "idle_ttl"),

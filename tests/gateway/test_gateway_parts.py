@@ -54,7 +54,7 @@ def test_revoking_reaches_only_its_function() -> None:
             running.track("u", "f", now) as other,
         ):
             assert count(running) == 3
-            running.cancel("t", "f", ServiceError("cancelled", "gone"))
+            running.cancel("t", "f", ServiceError("cancelled", "gone"), "1")
             assert (first.done(), second.done(), other.done()) == (True, True, False)
         assert count(running) == 0
 
@@ -65,7 +65,7 @@ def test_calls_received_before_a_revocation_are_ended_when_they_come_to_run() ->
     async def main() -> None:
         running = ActiveCalls()
         before = time.monotonic()
-        running.cancel("t", "f", ServiceError("cancelled", "gone"))
+        running.cancel("t", "f", ServiceError("cancelled", "gone"), "1")
         assert count(running) == 0
         with pytest.raises(ServiceError, match="gone"), running.track("t", "f", before):
             pass

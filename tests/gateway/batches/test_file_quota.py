@@ -1,4 +1,4 @@
-"""How many bytes of files a tenant may have, whoever uploads at once, dies half-way, or is of an earlier release."""
+"""How many bytes of files a tenant may have, whoever uploads at once, dies half-way, or writes late."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ def test_outputs_of_batches_count_but_are_not_refused(store: Store, files: FileS
     files.quota.check("acme", LIMIT)
 
 
-def test_files_of_an_earlier_release_count(store: Store, files: FileStore) -> None:
-    """It writes records alone, before the first upload of this release and beside it."""
+def test_records_that_were_written_too_late_count(store: Store, files: FileStore) -> None:
+    """The store commits them after their uploads were abandoned, before the first other upload and beside it."""
 
-    def earlier(size: int) -> str:
+    def written_late(size: int) -> str:
         record = FileRecord(new_id("file-", time.time()), "calls", "batch", time.time())
         parts = (files.put_part("acme", record.id, "0", b"x" * size),)
         store.put(
@@ -171,11 +171,11 @@ def test_files_of_an_earlier_release_count(store: Store, files: FileStore) -> No
         )
         return record.id
 
-    first = earlier(700)
+    first = written_late(700)
     with pytest.raises(Conflict):
         upload(files, 400)
     upload(files, 200)
-    earlier(300)
+    written_late(300)
     upload(files, 50)  # not known yet
     store.ahead = RECOUNT_SECONDS + 1
     with pytest.raises(Conflict, match="with 1 more has 1251"):

@@ -68,6 +68,27 @@ def test_an_answer_that_is_asked_for_is_renewed_before_it_is_old(store: Store) -
     asyncio.run(main())
 
 
+def test_only_a_final_answer_is_confirmed(store: Store) -> None:
+    async def main() -> None:
+        cache: GraceCache[str, int] = GraceCache(
+            store.load,
+            clock=lambda: store.now,
+            fresh=1.0,
+            grace=60.0,
+            confirmed=lambda _: store.now,
+            is_final=lambda answer: answer == 2,
+        )
+        assert await cache.get("a") == 1
+        store.now = 1.0
+        assert await cache.get("a") == 2
+        store.now = 10_000.0
+        assert await cache.get("a") == 2
+        await asyncio.sleep(0)
+        assert store.asked == 2
+
+    asyncio.run(main())
+
+
 def test_a_miss_is_asked_again_at_once(store: Store) -> None:
     async def main() -> None:
         cache = cache_of(store)

@@ -141,7 +141,7 @@ def test_a_stopped_leader_does_nothing_more(processes: Processes) -> None:
 
 
 def write_hours(registry: Path, hours: int, calls: int) -> int:
-    """Objects as the previous release wrote them, of hours long over. Returns the calls that they hold."""
+    """Objects of hours long over, which no compaction has merged. Returns the calls that they hold."""
     store = LocalStore(registry)
     first = int(time.time()) // HOUR * HOUR - 40 * HOUR
     for number in range(hours):

@@ -40,7 +40,7 @@ class Functions:
             await are_enough.wait()
         if name in self.failures:
             raise self.failures[name]
-        return [Choice(1.0, Resolved(name, 1, DIGESTS[0], "key", (8,), 1000, Policy()))]
+        return [Choice(1.0, Resolved(name, 1, DIGESTS[0], "key", (8,), 1000, Policy(), 2))]
 
 
 async def found(functions: Functions, tick: Tick = FOREVER) -> list[tuple[str, list[str] | None]]:

@@ -162,7 +162,7 @@ def test_what_is_wanted_twice_has_the_better_tier_where_there_is_room() -> None:
 
 
 def test_room_is_counted_in_the_dtype_of_the_node() -> None:
-    """Files in bfloat16 take twice their bytes on a node of float32; what an earlier release listed counts as it is."""
+    """Files in bfloat16 take twice their bytes on a node of float32; bytes of an unknown dtype count as they are."""
     adapters = [replace_struct(adapter(number, 1000), itemsize=2 if number < 6 else 0) for number in range(12)]
     for itemsize, most in ((4, 2), (2, 4), (0, 4)):
         plan = Plan(table_of(node("n", adapter_bytes=9000, adapter_itemsize=itemsize)), "b")

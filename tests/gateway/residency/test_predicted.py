@@ -68,7 +68,7 @@ def digest_of(client: httpx.Client, version: int) -> str:
 def test_a_called_function_is_wanted_where_its_calls_go(
     running: Running, command_line: CommandLine, stories_adapters: dict
 ) -> None:
-    node, old = wanting_node(running, "n"), wanting_node(running, "old", knows_wanted=False)
+    node = wanting_node(running, "n")
     client, first = running.client(), digest_of(running.client(), 1)
     before = client.get("/functions/f/forecast").json()
     assert (before["function"], before["chances"], before["wanted"]) == ("f", None, [])
@@ -103,7 +103,6 @@ def test_a_called_function_is_wanted_where_its_calls_go(
     # Deleted: nothing is wanted any more, though calls are still forecast.
     assert client.delete("/functions/f").status_code == 204
     until(lambda: not wanted(node))
-    assert not old.wanted
 
 
 def _places(client: httpx.Client) -> list[dict]:

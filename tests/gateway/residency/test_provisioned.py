@@ -38,7 +38,7 @@ from gateway.residency.standing import StandingPolicies, memory_of
 MEMORY = 1_000_000
 
 
-def nodes_with(count: int, host_bytes: int = 0, residents: dict[str, list[Resident]] | None = None) -> NodeTable:
+def nodes_with(count: int, host_bytes: int = MEMORY, residents: dict[str, list[Resident]] | None = None) -> NodeTable:
     found = residents or {}
     table = table_of(*(node(f"n{n}", adapter_bytes=MEMORY, residents=found.get(f"n{n}", [])) for n in range(count)))
     for row in list(table.rows()):
@@ -140,8 +140,6 @@ def test_what_may_be_provisioned_is_known_of_nodes_that_say_it() -> None:
     starting = msgspec.structs.replace(told[0], state="warming", base="", adapter_bytes=0, host_bytes=0)
     more = memory_of([*told, starting], "b")
     assert (more.nodes, more.device, more.host) == (4, None, None)
-    older = memory_of([*told, msgspec.structs.replace(told[0], host_bytes=0)], "b")
-    assert (older.nodes, older.device, older.host) == (4, 4 * MEMORY / 2, None)
 
 
 # --- the leader's look at policies
@@ -157,7 +155,7 @@ class Functions:
         policy = self.policies.get(name, NoSuchFunction(tenant, name))
         if isinstance(policy, Exception):
             raise policy
-        return [Choice(1.0, Resolved(name, 1, DIGESTS[len(name)], "key", (8,), 1000, policy))]
+        return [Choice(1.0, Resolved(name, 1, DIGESTS[len(name)], "key", (8,), 1000, policy, 2))]
 
 
 class Looks:
@@ -165,7 +163,7 @@ class Looks:
         self.store, self.threads, self.functions = LocalStore(folder), Threads(), Functions(dict(policies))
         for number, (name, policy) in enumerate(policies.items()):
             record = FunctionRecord(name, 1.0, policy=policy)
-            entry = VersionEntry(1, DIGESTS[len(name)], "b", (8,), (), 1000, float(number))
+            entry = VersionEntry(1, DIGESTS[len(name)], "b", (8,), (), 1000, float(number), 2)
             self.store.put(function_key("t", name), msgspec.json.encode(with_version(record, entry, "latest", 1.0)))
             settle(self.store, "t", name)
             time.sleep(0.002)  # by the store's clock, files have times
@@ -232,22 +230,6 @@ def test_functions_that_are_not_to_be_prefetched(tmp_path: Path) -> None:
     looks.functions.policies["a"] = Policy()
     looks.wanted()
     assert looks.policies.not_prefetched == frozenset()
-
-
-def test_what_a_gateway_takes_out_that_knows_no_prefetch_is_put_in_again(tmp_path: Path) -> None:
-    """It leaves the function's own record as it is, but for what it changes."""
-    looks = Looks(tmp_path, {"a": Policy(prefetch="off"), "bb": Policy(idle_ttl=9.0)})
-    looks.wanted()
-    others = {"t/bb": read_standing(looks.store).functions["t/bb"]}
-    looks.store.put(books.STANDING_KEY, msgspec.json.encode(books.Standing(others)))
-    looks.wanted()
-    assert looks.policies.not_prefetched == {"t/a"}
-    assert read_standing(looks.store).functions["t/a"].prefetch is False
-    looks.store.put(function_key("t", "a"), msgspec.json.encode(FunctionRecord("a", 1.0)))
-    looks.store.put(books.STANDING_KEY, msgspec.json.encode(books.Standing(others)))
-    looks.functions.policies["a"] = Policy()
-    looks.wanted()
-    assert looks.policies.not_prefetched == frozenset() and read_standing(looks.store).functions == others
 
 
 # --- a gateway

@@ -42,7 +42,7 @@ class Functions:
         self.asked.append(name)
         if name == "slow":
             await asyncio.sleep(3600)
-        return [Choice(1.0, Resolved(name, 1, DIGESTS[7], "key", (8,), 1000, Policy()))]
+        return [Choice(1.0, Resolved(name, 1, DIGESTS[7], "key", (8,), 1000, Policy(), 2))]
 
 
 class World:

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 from cluster.errors import ServiceError
 from cluster.news import NodeRecord
 from cluster.residency import WantedAdapter, WantedResidency
-from gateway.calls.node_calls import PathUnknown
 from gateway.leader.tick import Tick, TickEnded
 from gateway.residency import orders as orders_module
 from gateway.residency.metrics import ResidencyMetrics
@@ -76,18 +75,6 @@ def test_a_node_is_told_what_changed_and_again_before_it_ends() -> None:
     assert world.send([]) == []
     assert world.send(WANTED) == [("n", 1)]
     assert world.send(WANTED, msgspec.structs.replace(NODE, epoch="2")) == [("n", 1)], "a node that was started again"
-
-
-def test_a_node_of_an_earlier_release_is_asked_once() -> None:
-    world = World()
-    world.nodes.failure = PathUnknown("node_failed", "what?")
-    assert world.send(WANTED) == [("n", 1)]
-    for change in (WANTED * 2, [], WANTED):
-        world.now += ORDER_SECONDS
-        assert world.send(change) == []
-    world.nodes.failure = None
-    assert world.send(WANTED, msgspec.structs.replace(NODE, epoch="2")) == [("n", 1)]
-    assert world.registry.get_sample_value("garnish_residency_orders_total", {"outcome": "not_understood"}) == 1
 
 
 @pytest.mark.parametrize("failure", [ServiceError("node_failed", "gone"), TimeoutError()])

@@ -54,7 +54,7 @@ class Functions:
         if name not in self.windows:
             raise NoSuchFunction(tenant, name)
         policy = Policy(warm=self.windows[name])
-        made = [Resolved(name, version, DIGESTS[version], "key", (8,), 1000, policy) for version in (1, 2, 3)]
+        made = [Resolved(name, version, DIGESTS[version], "key", (8,), 1000, policy, 2) for version in (1, 2, 3)]
         return [Choice(0.5, made[0]), Choice(0.4, made[1]), Choice(0.1, made[2], damaged="torn")]
 
 

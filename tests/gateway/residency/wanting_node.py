@@ -26,8 +26,7 @@ class WantingNode(StubNode):
     loads: bool = True
     """Whether a prefetch ends; else the node answers that it goes on."""
     refusal: tuple[int, str] | None = None
-    """Status and error type of its answer to prefetches; 404 and no type: it knows none, like an earlier release."""
-    knows_wanted: bool = True
+    """Status and error type of its answer to prefetches."""
     ordered: list[str] = field(default_factory=list)
     wanted: list[tuple[float, WantedResidency]] = field(default_factory=list)
     """With the monotonic time at which each came."""
@@ -36,8 +35,7 @@ class WantingNode(StubNode):
 
     def app(self) -> Starlette:
         app = super().app()
-        if self.knows_wanted:
-            app.router.routes.append(Route("/adapters/wanted", self.want, methods=["POST"]))
+        app.router.routes.append(Route("/adapters/wanted", self.want, methods=["POST"]))
         return app
 
     async def prefetch(self, request: Request) -> Response:
@@ -45,8 +43,6 @@ class WantingNode(StubNode):
             return Response(status_code=401)
         digest = msgspec.msgpack.decode(await request.body(), type=PrefetchOrder).adapter.digest
         self.ordered.append(digest)
-        if self.refusal == (404, ""):
-            return Response("Not Found", 404)
         if self.refusal is not None:
             return JSONResponse({"error": {"type": self.refusal[1], "message": "not here"}}, self.refusal[0])
         if not self.loads:
@@ -70,7 +66,7 @@ class WantingNode(StubNode):
 
 
 def wanting_node(running: Running, node_id: str, **fields: object) -> WantingNode:
-    record = {name: fields.pop(name) for name in ("adapter_bytes",) if name in fields}
+    record = {name: fields.pop(name) for name in ("adapter_bytes", "host_bytes") if name in fields}
     base = running.base
     node = WantingNode(node_id, base.fingerprint, running.secret, base.max_context, echo, gateway=running.url, **fields)
     running.stack.enter_context(stub_node(node))

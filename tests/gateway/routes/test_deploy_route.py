@@ -67,10 +67,6 @@ def test_an_adapter_that_no_node_can_hold_is_warned_of(start: Callable[..., Runn
     assert f"takes {2 * size} bytes" in warnings()[0][0]
     small.publish(running.url, **wide, largest_adapter=2 * size)
     assert warnings() == [[], []]
-    small.publish(running.url, adapter_bytes=size)  # an older node, of whichever dtype
-    assert warnings() == [[], []]
-    small.publish(running.url, adapter_bytes=size - 1)
-    assert warnings()[0]
     small.publish(running.url, state="warming")  # it says nothing of its memory
     assert warnings() == [[], []]
 

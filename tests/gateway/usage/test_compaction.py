@@ -142,13 +142,11 @@ def test_a_reader_at_any_moment(store: ObjectStore) -> None:
 @given(
     made=calls,
     later=st.lists(st.lists(calls, max_size=2), min_size=1, max_size=2),
-    late=st.booleans(),
     choices=st.lists(st.integers(0, 3), max_size=150),
 )
 def test_compactors_readers_and_a_late_writer_interleaved(
-    made: list[Call], later: list[list[list[Call]]], late: bool, choices: list[int]
+    made: list[Call], later: list[list[list[Call]]], choices: list[int]
 ) -> None:
-    """`late`: under new names, as this release writes; else over the old ones, as the previous release does."""
     world, writer = local(made)
     stage = Stage(choices)
 
@@ -156,7 +154,7 @@ def test_compactors_readers_and_a_late_writer_interleaved(
         writer.store = stage.store(world, 3)
         for some in later:
             for one in some:
-                writer.write(one, late=late)
+                writer.write(one, late=True)
 
     def read() -> None:
         for _ in range(2):

@@ -60,7 +60,7 @@ class World:
         if (tenant, name) not in self.versions:
             raise NoSuchFunction(tenant, name)
         digests = self.versions[tenant, name]
-        entries = [VersionEntry(n + 1, digest, "b", (), (), 1, 1.0) for n, digest in enumerate(digests)]
+        entries = [VersionEntry(n + 1, digest, "b", (), (), 1, 1.0, 2) for n, digest in enumerate(digests)]
         return FunctionRecord(name, 1.0, versions=tuple(entries))
 
     def look(self, seconds: float = 0.0, since: float = -math.inf) -> None:
@@ -156,18 +156,14 @@ def test_owners_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(owners.unknown) == 2 + residents.MAX_OWNERS_PER_ADAPTER
 
 
-# --- counters that came later than the others
+# --- counters
 
 
-def test_merged_objects_hold_all_counters_and_those_of_earlier_releases_are_read() -> None:
+def test_merged_objects_hold_all_counters() -> None:
     counts = UsageCounts(*range(1, len(FIELDS) + 1))
     cell = Cell("2026-11-21T17", "0123456789abcdef-1", "f", "1")
     assert decode_merged("key", encode_merged({cell: counts})) == ({cell: counts}, False)
-    old = msgspec.json.decode(encode_merged({cell: counts}))
-    old["functions"]["f"]["1"] = [row[:6] for row in old["functions"]["f"]["1"]]
-    assert decode_merged("key", msgspec.json.encode(old)) == ({cell: UsageCounts(1, 2, 3, 4)}, False)
     assert msgspec.json.decode(encode_merged({cell: counts}), type=MergedRecord).format == 1
-    assert msgspec.json.decode(b'{"requests":1,"prompt_tokens":2}', type=UsageCounts) == UsageCounts(1, 2)
 
 
 def test_counters_are_added_and_joined_each_by_itself() -> None:
