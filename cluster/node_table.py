@@ -1,4 +1,4 @@
-"""Table of the nodes in columns, so that a placement reads all nodes at once.
+"""Table of the nodes in columns, so that a routing decision reads all nodes at once.
 
 The owner of the snapshot (cluster.state or the simulator) updates a node's row when a record arrives, and when a place
 is reserved or released. Policies only read. A node keeps its row until it is forgotten.

@@ -1,7 +1,7 @@
 """Checks of a node's report before the gateway uses it.
 
 The cluster secret proves that the sender belongs to the cluster, not that its report is right. A broken node must not
-spoil every placement. No node may have the gateway send prompts and the secret to another host. Performance models are
+spoil all routing. No node may have the gateway send prompts and the secret to another host. Performance models are
 checked by cluster.model_check: an unusable one is ignored.
 """
 

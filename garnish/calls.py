@@ -352,7 +352,7 @@ def node_adapters_call(node: str) -> Call:
 
 
 def explain_call(request_id: str) -> Call:
-    """Asks how a request was placed. The reply is gateway.calls.explanations.ExplainReply."""
+    """Asks how a request was routed. The reply is gateway.calls.explanations.ExplainReply."""
     return Call(method="GET", url=_path("explain", request_id))
 
 

@@ -77,7 +77,7 @@ async def open_outside(config: GatewayConfig, metrics: Metrics) -> AsyncIterator
 def _session() -> aiohttp.ClientSession:
     """Returns the HTTP session for all requests to nodes.
 
-    The session has no connection limit, because placement limits the requests on each node, and the middleware
+    The session has no connection limit, because routing limits the requests on each node, and the middleware
     `Boundary` limits the requests that are open in the gateway.
     """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)

@@ -27,9 +27,9 @@ from aiohttp import web
 from cluster.messages import ColdStart, Done, Event, GenerateRequest, Started, Timing, Token, encode_event
 from cluster.node_table import Demand
 from cluster.state import MemoryClusterState
-from gateway.scheduling.placement import Trace, place
 from gateway.scheduling.policy import make_policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
+from gateway.scheduling.route import Trace, reserve_route
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready, Stats
 
@@ -228,13 +228,13 @@ async def placements(nodes_config: NodesConfig) -> dict[str, float]:
             nodes[index].call()
             await publish(index)
         digest = draw.choice(draw.choice(nodes).population)
-        request = PlacementRequest(
+        request = RoutingRequest(
             id=str(number), digest=digest, adapter_bytes=10_000_000, expected_tokens=50.0, **_size()
         )
         begin = time.thread_time()
-        placed = await place(state, policy, nodes_config.base, request, trace=Trace())
+        route = await reserve_route(state, policy, nodes_config.base, request, trace=Trace())
         cpu_ms.append(1e3 * (time.thread_time() - begin))
-        await state.release(placed.node_id, request.id)
+        await state.release(route.node_id, request.id)
     cpu_ms.sort()
     return {"p50_ms": cpu_ms[len(cpu_ms) // 2], "p99_ms": cpu_ms[int(0.99 * len(cpu_ms))], "most_ms": cpu_ms[-1]}
 
@@ -242,7 +242,7 @@ async def placements(nodes_config: NodesConfig) -> dict[str, float]:
 def _size() -> dict[str, Any]:
     """Returns how much the requests ask of a node; the earlier version has these fields in the request itself."""
     fields: dict[str, Any] = {"rank": 16, "prompt_tokens": 100, "max_tokens": 100}
-    return {"demand": Demand(**fields)} if "demand" in PlacementRequest.__struct_fields__ else fields
+    return {"demand": Demand(**fields)} if "demand" in RoutingRequest.__struct_fields__ else fields
 
 
 def main() -> None:

@@ -29,9 +29,9 @@ from cluster.node_table import ASSUMED, Demand
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
-from gateway.scheduling.placement import Trace, eligible_nodes, place
 from gateway.scheduling.policy import POLICIES, make_policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
+from gateway.scheduling.route import Trace, eligible_nodes, reserve_route
 from tests.support.redis_server import redis_server
 
 RANKS = (8, 16, 32, 64)
@@ -94,9 +94,9 @@ def digest(draw: random.Random) -> str:
     return f"{int(ADAPTERS * draw.random() ** 4):064x}"
 
 
-def request(draw: random.Random, number: int) -> PlacementRequest:
+def request(draw: random.Random, number: int) -> RoutingRequest:
     prompt_tokens, adapter, rank = draw.randrange(1, 1000), digest(draw), draw.choice(RANKS)
-    return PlacementRequest(
+    return RoutingRequest(
         id=f"inv_{number}-0",
         demand=Demand(rank, prompt_tokens, max_tokens=256, tpot=0.06),
         digest=adapter,
@@ -135,9 +135,9 @@ async def measure(policy: str, nodes: int, count: int, seed: int, state: Cluster
         chooser.choose(table, candidates, call)
         scoring.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        placed = await place(state, chooser, "b", call, trace=Trace())
+        route = await reserve_route(state, chooser, "b", call, trace=Trace())
         placing.append(time.perf_counter() - begin)
-        open_ones.append((placed.node_id, call.id))
+        open_ones.append((route.node_id, call.id))
         while len(open_ones) > OPEN:
             await state.release(*open_ones.popleft())
         if number % 4 == 0:

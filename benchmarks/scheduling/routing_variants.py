@@ -13,7 +13,7 @@ from cluster.node_table import DEVICE, STANDARD, NodeTable
 from gateway.scheduling.cost import Terms
 from gateway.scheduling.policy import Policy, make_policy
 from gateway.scheduling.rank_aware import RankAware
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Variant(RankAware):
         super().__init__(clock)
         self._weights = weights
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:
         if not self._weights.rank:
             request = msgspec.structs.replace(request, demand=msgspec.structs.replace(request.demand, rank=0))
         if not self._weights.spread:
             request = msgspec.structs.replace(request, expected_inverse=0.0)
         return super().choose(nodes, candidates, request)
 
-    def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
+    def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> Terms:
         terms, weights = super()._terms(nodes, candidates, request), self._weights
         prompts, before = nodes.prompt_wait[candidates, STANDARD], terms.wait
         if not weights.rows:

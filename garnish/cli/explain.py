@@ -1,4 +1,4 @@
-"""`garnish explain`: shows how a call was placed on a node."""
+"""`garnish explain`: shows how a call was routed to a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from garnish.cli.options import TableOutput, TenantService
 from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
-    from gateway.calls.explanations import ExplainedPlacement
+    from gateway.calls.explanations import ExplainedDecision
     from gateway.scheduling.decision import Candidate, Decision
 
 RequestId = Annotated[str, typer.Argument(help="The call's id, or the x-request-id of its reply.")]
@@ -43,15 +43,15 @@ def explain(service: TenantService, output: TableOutput, request_id: RequestId, 
     with service.client(service.tenant, admin=admin) as client:
         reply = client.ask(explain_call(request_id), ExplainReply)
     screen.line(f"{reply.id} ({reply.tenant}/{reply.function}), request {reply.request_id}")
-    for placement in reply.placements:
-        _show(screen, placement)
+    for explained in reply.decisions:
+        _show(screen, explained)
     if reply.left_out:
         screen.line(f"{reply.left_out} more placements were not kept")
     screen.result(reply)
 
 
-def _show(screen: Screen, placement: ExplainedPlacement) -> None:
-    decision = placement.decision
+def _show(screen: Screen, explained: ExplainedDecision) -> None:
+    decision = explained.decision
     where = f"on {decision.node}" if decision.node is not None else decision.outcome
     promised = ", ".join(
         f"{name} {value * 1000:.0f} ms"
@@ -59,7 +59,7 @@ def _show(screen: Screen, placement: ExplainedPlacement) -> None:
         if value is not None
     )
     screen.line(
-        f"{placement.request}: {where}, by {decision.policy} in {decision.took * 1000:.2f} ms and "
+        f"{explained.request}: {where}, by {decision.policy} in {decision.took * 1000:.2f} ms and "
         f"{decision.tries} tries; {decision.prompt_tokens} tokens, about {decision.expected_tokens:.0f} expected, "
         f"rank {decision.rank}, {decision.slo_class}" + (f" ({promised})" if promised else "")
     )

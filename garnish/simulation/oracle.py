@@ -1,4 +1,4 @@
-"""Placement policy that knows each answer's length and each node's state, as no real gateway can.
+"""Routing policy that knows each answer's length and each node's state, as no real gateway can.
 
 It simulates each node forward with and without the request. It chooses the node where the sum of all requests' times
 per token grows least. It does not know future requests.
@@ -18,7 +18,7 @@ from cluster.performance_model import counted_rank
 from garnish.simulation.batch import RANK_TERM, DecodeRun, RankMix
 from garnish.simulation.job import Job
 from garnish.simulation.node import SimulatedNode
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 
 class Oracle:
@@ -30,7 +30,7 @@ class Oracle:
     def attach(self, nodes: Sequence[SimulatedNode], jobs: Sequence[Job]) -> None:
         self._nodes, self._jobs = nodes, jobs
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:  # noqa: ARG002 - it looks at the nodes themselves
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:  # noqa: ARG002 - it looks at the nodes themselves
         job, now = self._jobs[int(request.id)], self._clock()
         added = {row: _added(self._nodes[row], job, now) for row in candidates.tolist()}
         return int(min(added, key=lambda row: (added[row], row)))

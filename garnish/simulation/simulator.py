@@ -1,6 +1,6 @@
-"""The simulation's event loop: requests arrive and are placed, and nodes compute and send records.
+"""The simulation's event loop: requests arrive and are routed, and nodes compute and send records.
 
-A node sends its record every RECORD_INTERVAL seconds, so that records are as old at placement as for a real gateway.
+A node sends its record every RECORD_INTERVAL seconds, so that records are as old at routing as for a real gateway.
 Equal inputs and seeds give equal results: nothing depends on the host's clock or on hashes.
 """
 
@@ -23,9 +23,9 @@ from garnish.simulation.oracle import Oracle
 from garnish.simulation.profile import NodeProfile
 from gateway.scheduling.dlora import Migrates, MovableRequest
 from gateway.scheduling.lengths import ResponseLengths
-from gateway.scheduling.placement import eligible_nodes
 from gateway.scheduling.policy import Policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
+from gateway.scheduling.route import eligible_nodes
 
 WAKE, RECORD, REBALANCE = range(3)
 NOBODY: frozenset[str] = frozenset()
@@ -45,7 +45,7 @@ class Simulator:
         jobs: Sequence[Job],
         pace: Callable[[int], Pace] = lambda _: lambda: 1.0,
     ) -> None:
-        """Creates a simulation. `policy` is a function that takes the simulated clock and returns the placement policy.
+        """Creates a simulation. `policy` is a function that takes the simulated clock and returns the routing policy.
 
         `jobs` are sorted by `at` and numbered from 0. `pace(i)` returns a function that is called for each pass of node
         i. Its result is a factor for the duration of the pass. The records that nodes send have the profile's
@@ -58,7 +58,7 @@ class Simulator:
         self.lengths = ResponseLengths()
         self.events = 0
         self.decisions: list[float] = []
-        """CPU seconds of each placement by the policy, measured on this host"""
+        """CPU seconds of each routing by the policy, measured on this host"""
         self._remaining = len(jobs)
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = 0
@@ -70,7 +70,7 @@ class Simulator:
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         """Runs the simulation until all requests have ended.
 
-        `progress` is called after every 1,000 placed requests, with the number of placed requests. Raises StuckError.
+        `progress` is called after every 1,000 routed requests, with the number of routed requests. Raises StuckError.
         """
         for i in range(len(self.nodes)):
             self._record_at(i, RECORD_INTERVAL * i / len(self.nodes))
@@ -81,7 +81,7 @@ class Simulator:
             while heap[0][0] < job.at:
                 self._next_event()
             self.now = job.at
-            self._place(job)
+            self._route(job)
             if progress is not None and job.number % 1000 == 999:
                 progress(job.number + 1)
         while self._remaining:
@@ -132,7 +132,7 @@ class Simulator:
 
     # --- requests
 
-    def _place(self, job: Job) -> None:
+    def _route(self, job: Job) -> None:
         request, table = self._request(job), self.table
         table.now = self.now
         serving = eligible_nodes(table, BASE, request, NOBODY)
@@ -154,10 +154,10 @@ class Simulator:
         kv_tokens = -(-(job.prompt + job.max_tokens) // block) * block
         return kv_tokens <= profile.kv_tokens and all(job.bytes <= size for size in bounds)
 
-    def _request(self, job: Job) -> PlacementRequest:
-        """Returns the placement request for the job, with only what a gateway would know."""
+    def _request(self, job: Job) -> RoutingRequest:
+        """Returns the routing request for the job, with only what a gateway would know."""
         expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
-        return PlacementRequest(
+        return RoutingRequest(
             id=str(job.number),
             demand=Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo),
             digest=job.digest,

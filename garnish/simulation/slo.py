@@ -57,7 +57,7 @@ class Slo(msgspec.Struct, frozen=True):
 
     @property
     def per_token(self) -> float | None:
-        """TPOT SLO in seconds that is used for placement: `tpot`, else `tpt`, else None."""
+        """TPOT SLO in seconds that is used for routing: `tpot`, else `tpt`, else None."""
         return self.tpot if self.tpot is not None else self.tpt
 
 

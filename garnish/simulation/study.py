@@ -192,7 +192,7 @@ class Plan:
             self._policy,
             self._slo,
             self._seed,
-            lambda placed: progress(f"simulating {nodes} nodes: {placed * 100 // total} % of {total} requests"),
+            lambda routed: progress(f"simulating {nodes} nodes: {routed * 100 // total} % of {total} requests"),
         )
         self._last = nodes, simulator, summary
         return summary

@@ -31,7 +31,7 @@ from gateway.calls.request import Invocation
 from gateway.calls.routing import Router, ttft_left
 from gateway.calls.scale_from_zero import RETRY_PAUSE_S, FirstNodeWait
 from gateway.catalog.functions import Functions
-from gateway.scheduling.placement import RETRY_AFTER, Placed
+from gateway.scheduling.route import RETRY_AFTER, Route
 from gateway.workers.called import CalledDigests
 
 ATTEMPTS = 2
@@ -46,11 +46,11 @@ log = logging.getLogger("gateway")
 
 
 class Rerouted(Exception):
-    """The generation continues at `placed`, which is reserved for it."""
+    """The generation continues on the node of `route`, which is reserved for it."""
 
-    def __init__(self, placed: Placed) -> None:
-        super().__init__(f"moved to node {placed.node_id}")
-        self.placed = placed
+    def __init__(self, route: Route) -> None:
+        super().__init__(f"moved to node {route.node_id}")
+        self.new_route = route
 
 
 class Generation:
@@ -73,7 +73,7 @@ class Generation:
         self._failures = 0
         self._last_error: ServiceError | None = None
         self._excluded_nodes: frozenset[str] = frozenset()
-        self._moved: Placed | None = None
+        self._moved: Route | None = None
         """Reserved place of the next attempt; None if the next attempt is to be routed."""
         self._is_queued = False
         self._deadline = math.inf
@@ -89,8 +89,8 @@ class Generation:
             self._deadline = time.monotonic() + self.request.timeout
             await self.shared.wait_for_nodes(self._deadline)
             while True:
-                placed = await self._next_place()
-                async with self._stream_at(placed) as stream:
+                route = await self._next_route()
+                async with self._stream_at(route) as stream:
                     try:
                         async with aclosing(stream) as events:
                             async for event in events:
@@ -98,10 +98,10 @@ class Generation:
                                     yield self.index, item
                         return
                     except Rerouted as rerouted:
-                        self._moved = rerouted.placed
+                        self._moved = rerouted.new_route
                         self._resume()
                     except NodeFailure as failure:
-                        self._retry(placed, failure)
+                        self._retry(route, failure)
 
     @contextmanager
     def _accounted(self) -> Iterator[None]:
@@ -124,25 +124,25 @@ class Generation:
             self.stay.end()
             accounting.record_end(self.request, self.function, outcome, self.done, self.times, self.stay)
 
-    async def _next_place(self) -> Placed:
+    async def _next_route(self) -> Route:
         """Returns the place for the next attempt: the one that the generation is moved to, or a routed one. Raises
         ServiceError."""
         if time.monotonic() >= self._deadline:
             raise self._last_error or ServiceError("timeout", "the timeout passed before the request reached a node")
-        placed = self._moved or await self._route_or_hold(self._excluded_nodes, self._last_error)
+        route = self._moved or await self._route_or_hold(self._excluded_nodes, self._last_error)
         self._moved = None
-        return placed
+        return route
 
     @asynccontextmanager
-    async def _stream_at(self, placed: Placed) -> AsyncIterator[AsyncGenerator[Event, None]]:
-        """Yields the stream of events from the node at `placed`, and releases the place at the end."""
-        self.stay.wait(placed.pool, placed.work)
+    async def _stream_at(self, route: Route) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """Yields the stream of events from the node of `route`, and releases the place at the end."""
+        self.stay.wait(route.pool, route.work)
         self._set_queued(True)
         try:
-            yield self.shared.client.stream(placed, self._sent(placed), self._interruption())
+            yield self.shared.client.stream(route, self._sent(route), self._interruption())
         finally:
             self._set_queued(False)
-            await self.shared.state.release(placed.node_id, self.request.id)
+            await self.shared.state.release(route.node_id, self.request.id)
 
     def _record(self, event: Event) -> Token | Done | None:
         """Records a node's event. Returns it if the client gets it, else None. Raises NodeFailure and ServiceError."""
@@ -160,13 +160,13 @@ class Generation:
             self.prompt_logprobs += event.logprobs
         return None
 
-    def _retry(self, placed: Placed, failure: NodeFailure) -> None:
+    def _retry(self, route: Route, failure: NodeFailure) -> None:
         """Prepares an attempt on another node. Raises the failure's ServiceError if there may be none."""
         log.warning("%s", failure, extra={"invocation": self.request.id})
         self._failures += 1
         if not self._is_retryable(failure):
             raise failure.error from failure
-        self._last_error, self._excluded_nodes = failure.error, self._excluded_nodes | {placed.node_id}
+        self._last_error, self._excluded_nodes = failure.error, self._excluded_nodes | {route.node_id}
         self._resume()
         self.shared.accounting.metrics.count_retry()
 
@@ -181,7 +181,7 @@ class Generation:
         but the first."""
         return 0 if self.request.sampling.choice or self.times.started_at is None else len(self.request.token_ids)
 
-    async def route(self, excluded: frozenset[str], *, displaces: bool = False, counts_refusal: bool = False) -> Placed:
+    async def route(self, excluded: frozenset[str], *, displaces: bool = False, counts_refusal: bool = False) -> Route:
         """Reserves a place on a node that is not in `excluded`, and returns it. Raises ServiceError if there is
         none."""
         generated = None if self.times.first_at is None else self.times.tokens
@@ -204,7 +204,7 @@ class Generation:
         """Returns the future that interrupts the next attempt."""
         return self._revoked
 
-    async def _route_or_hold(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
+    async def _route_or_hold(self, excluded: frozenset[str], failure: ServiceError | None) -> Route:
         """Routes the request and returns its place. If an autoscaler runs, the request may wait for a node. Raises
         ServiceError.
 
@@ -240,7 +240,7 @@ class Generation:
         if time.monotonic() >= until:
             raise self.shared.hold.timeout_error()
 
-    async def _route(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
+    async def _route(self, excluded: frozenset[str], failure: ServiceError | None) -> Route:
         """Returns a place on a node that is not in `excluded`. If there is none, raises `failure`, the error of the
         first attempt, if that is not None."""
         began = time.monotonic()
@@ -252,25 +252,25 @@ class Generation:
         finally:
             self.times.schedule += time.monotonic() - began
 
-    def _sent(self, placed: Placed) -> GenerateRequest:
+    def _sent(self, route: Route) -> GenerateRequest:
         """Returns the request for the node, and records that it is sent.
 
         Once tokens have arrived, the node continues after them with the same seed, adapter and limits. The TTFT target
         and the prompt's log probabilities are then dropped.
         """
-        self.node, now = placed.node_id, time.monotonic()
+        self.node, now = route.node_id, time.monotonic()
         if not self.resumed:
-            self.times.sent_at, self.times.started_at, self.times.forecast = now, None, placed.forecast
+            self.times.sent_at, self.times.started_at, self.times.forecast = now, None, route.forecast
             self.prompt_logprobs = []
         request, remaining_s = self.request, self._deadline - now
         if self.times.first_at is None:
             ttft = ttft_left(request, self.times.received)
-            return msgspec.structs.replace(request, timeout=remaining_s, ttft=ttft, place=placed.number)
+            return msgspec.structs.replace(request, timeout=remaining_s, ttft=ttft, place=route.number)
         return msgspec.structs.replace(
             request,
             timeout=remaining_s,
             ttft=None,
-            place=placed.number,
+            place=route.number,
             generated=list(self._generated),
             sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None),
         )

@@ -7,21 +7,21 @@ from collections import OrderedDict
 import msgspec
 
 from gateway.scheduling.decision import Decision, Outcome, Snapshot
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
-MAX_PLACEMENTS = 4096
+MAX_RECORDS = 4096
 MAX_OF_CALL = 16
 """Maximum decisions kept for one call. A call may have many choices, and each may be routed twice."""
-OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")
+OF_RECORD = ("outcome", "node", "policy", "at", "took", "tries")
 OF_DEMAND = ("prompt_tokens", "max_tokens", "rank", "slo_class", "tpot")
 OF_REQUEST = ("adapter_bytes", "ttft")
-"""Names of the fields that a Decision copies from a Placement, from the request's demand, and from the request."""
+"""Names of the fields that a Decision copies from a RoutingRecord, from the request's demand, and from the request."""
 
 
-class Placement(msgspec.Struct, frozen=True):
+class RoutingRecord(msgspec.Struct, frozen=True):
     """Routing decision, as this log stores it."""
 
-    request: PlacementRequest
+    request: RoutingRequest
     outcome: Outcome
     node: str | None
     policy: str
@@ -34,7 +34,7 @@ class Placement(msgspec.Struct, frozen=True):
     def decision(self) -> Decision:
         request = self.request
         return Decision(
-            **{name: getattr(self, name) for name in OF_PLACEMENT},
+            **{name: getattr(self, name) for name in OF_RECORD},
             **{name: getattr(request.demand, name) for name in OF_DEMAND},
             **{name: getattr(request, name) for name in OF_REQUEST},
             excluded=list(self.excluded),
@@ -56,15 +56,13 @@ class CallKey(msgspec.Struct, frozen=True):
 
 class Explained(msgspec.Struct):
     call: CallKey
-    placements: list[Placement] = []
+    records: list[RoutingRecord] = []
     left_out: int = 0
 
     def reply(self) -> ExplainReply:
         return ExplainReply(
             **msgspec.structs.asdict(self.call),
-            placements=[
-                ExplainedPlacement(placement.request.id, placement.decision()) for placement in self.placements
-            ],
+            decisions=[ExplainedDecision(record.request.id, record.decision()) for record in self.records],
             left_out=self.left_out,
         )
 
@@ -76,13 +74,13 @@ class ExplainReply(msgspec.Struct, frozen=True):
     request_id: str
     tenant: str
     function: str
-    placements: list[ExplainedPlacement]
+    decisions: list[ExplainedDecision]
     """Decisions in the order in which they were made: one for each choice, and one for each retry after a node
     failed."""
     left_out: int
 
 
-class ExplainedPlacement(msgspec.Struct, frozen=True):
+class ExplainedDecision(msgspec.Struct, frozen=True):
     request: str
     decision: Decision
 
@@ -90,7 +88,7 @@ class ExplainedPlacement(msgspec.Struct, frozen=True):
 class _Tenant:
     def __init__(self) -> None:
         self.calls: OrderedDict[str, None] = OrderedDict()
-        self.placements = 0
+        self.records = 0
 
 
 class Explanations:
@@ -100,23 +98,23 @@ class Explanations:
     the decisions of others.
     """
 
-    def __init__(self, max_placements: int = MAX_PLACEMENTS) -> None:
-        self._max_placements = max_placements
-        self._placements = 0
+    def __init__(self, max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
+        self._records = 0
         self._calls: OrderedDict[str, Explained] = OrderedDict()
         self._tenants: dict[str, _Tenant] = {}
         self._latest_by_request: dict[tuple[str | None, str], str] = {}
         """Id of the latest call by (tenant, request id), and by (None, request id) for all tenants."""
 
-    def keep(self, call: CallKey, placement: Placement) -> None:
+    def keep(self, call: CallKey, record: RoutingRecord) -> None:
         explained = self._calls.get(call.id) or self._add(call)
-        if len(explained.placements) == MAX_OF_CALL:
+        if len(explained.records) == MAX_OF_CALL:
             explained.left_out += 1
             return
-        explained.placements.append(placement)
-        self._placements += 1
-        self._tenants[call.tenant].placements += 1
-        while self._placements > self._max_placements:
+        explained.records.append(record)
+        self._records += 1
+        self._tenants[call.tenant].records += 1
+        while self._records > self._max_records:
             self._drop(call.tenant)
 
     def find(self, id: str, tenant: str | None) -> Explained | None:
@@ -141,16 +139,16 @@ class Explanations:
     def _drop(self, adding: str) -> None:
         """Drops the oldest call of the tenant `adding` if this tenant has more than its share, else the oldest call of
         all tenants."""
-        share = max(MAX_OF_CALL, self._max_placements // len(self._tenants))
+        share = max(MAX_OF_CALL, self._max_records // len(self._tenants))
         adding_tenant = self._tenants.get(adding)
         oldest = next(
-            iter(self._calls if adding_tenant is None or adding_tenant.placements <= share else adding_tenant.calls)
+            iter(self._calls if adding_tenant is None or adding_tenant.records <= share else adding_tenant.calls)
         )
         dropped = self._calls.pop(oldest)
         call, theirs = dropped.call, self._tenants[dropped.call.tenant]
         del theirs.calls[oldest]
-        theirs.placements -= len(dropped.placements)
-        self._placements -= len(dropped.placements)
+        theirs.records -= len(dropped.records)
+        self._records -= len(dropped.records)
         if not theirs.calls:
             del self._tenants[call.tenant]
         for tenant in (call.tenant, None):

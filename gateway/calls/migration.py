@@ -17,7 +17,7 @@ from gateway.background import background
 from gateway.calls.dispatch import Dispatcher, Generation, Rerouted
 from gateway.calls.request import Invocation
 from gateway.scheduling.dlora import Migrates, MovableRequest
-from gateway.scheduling.placement import Placed
+from gateway.scheduling.route import Route
 
 
 class Migration:
@@ -58,11 +58,11 @@ class Migration:
 
     async def _move(self, id: str, call: MovableGeneration, excluded: frozenset[str]) -> None:
         try:
-            placed = await call.route(excluded)
+            route = await call.route(excluded)
         except ServiceError:  # the target is full, so the call stays on its node
             return
-        if not call.move_to(placed):
-            await self._state.release(placed.node_id, id)
+        if not call.move_to(route):
+            await self._state.release(route.node_id, id)
 
 
 class MovableGeneration(Generation):
@@ -77,12 +77,12 @@ class MovableGeneration(Generation):
         """Future that interrupts the running attempt when it gets a result, which is the reason; None if no attempt is
         running."""
 
-    def move_to(self, placed: Placed) -> bool:
-        """Continues the generation at `placed`, and returns True. Returns False if no attempt is running."""
+    def move_to(self, route: Route) -> bool:
+        """Continues the generation on the node of `route`, and returns True. Returns False if no attempt is running."""
         if self._attempt is None or self._attempt.done():
             return False
         self.moved = True
-        self._attempt.set_result(Rerouted(placed))
+        self._attempt.set_result(Rerouted(route))
         return True
 
     @contextmanager

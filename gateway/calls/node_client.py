@@ -19,7 +19,7 @@ from cluster.secret import authorization
 from gateway.calls.breaker import Breakers
 from gateway.calls.node_watch import NodeFailure, NodeWatches, node_failed
 from gateway.http.connected import cut_short
-from gateway.scheduling.placement import RETRY_AFTER, Placed
+from gateway.scheduling.route import RETRY_AFTER, Route
 
 ANSWER_SECONDS = 5.0
 """Seconds to wait for the status line of a node's reply. The node sends it before it queues the request."""
@@ -50,30 +50,30 @@ class NodeClient:
         self._watches = watches
 
     async def stream(
-        self, placed: Placed, request: GenerateRequest, interrupted: asyncio.Future[Exception]
+        self, route: Route, request: GenerateRequest, interrupted: asyncio.Future[Exception]
     ) -> AsyncGenerator[Event, None]:
         """Yields events up to Done or Failed. Closing the generator closes the connection, which cancels the request.
 
         Raises NodeFailure if the node can't be reached, dies, or sends something invalid; the result of `interrupted`;
         ServiceError if the deadline has passed by DEADLINE_SLACK, or if this process has no file descriptors left.
         """
-        breakers, node = self._breakers, (placed.node_id, placed.epoch)
+        breakers, node = self._breakers, (route.node_id, route.epoch)
         probe = breakers.begin(*node)
         response: aiohttp.ClientResponse | None = None
         try:
-            with self._watches.watched(placed, time.monotonic() + request.timeout + DEADLINE_SLACK) as watched:
+            with self._watches.watched(route, time.monotonic() + request.timeout + DEADLINE_SLACK) as watched:
                 interrupted.add_done_callback(watched.interrupt)
                 try:
                     with cut_short(watched.given_up):
-                        response = await self._post(placed, request)
+                        response = await self._post(route, request)
                     if response.status != 200:
-                        raise node_failed(f"node {placed.node_id} answered with status {response.status}")
+                        raise node_failed(f"node {route.node_id} answered with status {response.status}")
                     breakers.undecided(*node, probe)
                     content, frames = response.content, Frames(MAX_EVENT_BYTES)
                     watched.given_up.add_done_callback(partial(_end_reading, content))
                     while chunk := await content.readany():
                         watched.record_bytes()
-                        for event in _decode(frames, chunk, placed.node_id):
+                        for event in _decode(frames, chunk, route.node_id):
                             kind = type(event)
                             if kind is not Started:
                                 breakers.answered(*node)
@@ -84,13 +84,13 @@ class NodeClient:
                                 yield event
                                 return
                             yield event
-                    raise node_failed(f"node {placed.node_id} ended the stream early")
+                    raise node_failed(f"node {route.node_id} ended the stream early")
                 except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:  # UnicodeError: of its name
                     if isinstance(error, OSError) and is_out_of_descriptors(error):
                         why = "this gateway has no room for more connections now"
                         raise ServiceError("unavailable", why, retry_after=RETRY_AFTER) from error
                     reason = type(error).__name__
-                    raise node_failed(f"the connection to node {placed.node_id} failed ({reason})") from error
+                    raise node_failed(f"the connection to node {route.node_id} failed ({reason})") from error
                 finally:
                     interrupted.remove_done_callback(watched.interrupt)
                     if response is not None:
@@ -101,8 +101,8 @@ class NodeClient:
         finally:
             breakers.undecided(*node, probe)
 
-    async def _post(self, placed: Placed, request: GenerateRequest) -> aiohttp.ClientResponse:
-        body, url = msgspec.msgpack.encode(request), placed.url.rstrip("/") + "/generate"
+    async def _post(self, route: Route, request: GenerateRequest) -> aiohttp.ClientResponse:
+        body, url = msgspec.msgpack.encode(request), route.url.rstrip("/") + "/generate"
         async with asyncio.timeout(ANSWER_SECONDS):
             return await self._session.post(
                 url, data=body, headers=self._headers, timeout=self._timeout, allow_redirects=False

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from cluster.errors import ServiceError
 from cluster.state import ClusterState
-from gateway.scheduling.placement import Placed
+from gateway.scheduling.route import Route
 
 TICK_S = 0.25
 MAX_TICK_S = 4 * TICK_S
@@ -89,9 +89,9 @@ class NodeWatches:
         self._watches: dict[tuple[str, str], _Watch] = {}
 
     @contextmanager
-    def watched(self, placed: Placed, deadline: float) -> Iterator[WatchedStream]:
+    def watched(self, route: Route, deadline: float) -> Iterator[WatchedStream]:
         """Yields a watched stream. It is given up if its node is dead or `deadline` (monotonic seconds) has passed."""
-        key = placed.node_id, placed.epoch
+        key = route.node_id, route.epoch
         watch = self._watches.get(key)
         if watch is None:
             watch = self._watches[key] = _Watch(*key)

@@ -11,13 +11,13 @@ from cluster.node_table import Demand, NodeTable
 from cluster.queue_shares import QueueShares
 from cluster.state import ClusterState
 from gateway.calls.breaker import Breakers
-from gateway.calls.explanations import CallKey, Explanations, Placement
+from gateway.calls.explanations import CallKey, Explanations, RoutingRecord
 from gateway.calls.late_nodes import LateNodes
 from gateway.scheduling.decision import Outcome
 from gateway.scheduling.lengths import ResponseLengths
-from gateway.scheduling.placement import Placed, Trace, eligible_nodes, place
 from gateway.scheduling.policy import Policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
+from gateway.scheduling.route import Route, Trace, eligible_nodes, reserve_route
 from gateway.scheduling.work import work
 from gateway.workers.metrics import Metrics
 from gateway.workers.pool_loads import PoolLoads
@@ -41,7 +41,7 @@ class Router:
     explanations: Explanations = field(default_factory=Explanations)
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     queued: QueueShares = field(default_factory=QueueShares)
-    """Counts, by tenant, of the requests that are placed on a node but have not started there."""
+    """Counts, by tenant, of the requests that are routed to a node but have not started there."""
 
     async def route(
         self,
@@ -53,8 +53,8 @@ class Router:
         *,
         displaces: bool = False,
         counts_refusal: bool = False,
-    ) -> Placed:
-        """Reserves a place on a node that is not excluded, logs the decision, and returns the place. Raises
+    ) -> Route:
+        """Reserves a place on a node that is not excluded, logs the decision, and returns the route. Raises
         ServiceError.
 
         `generated`: number of tokens received from earlier nodes; None before the first token. `received`: monotonic
@@ -63,18 +63,18 @@ class Router:
         """
         nodes = await self.state.table()
         excluded |= self.breakers.blocked(nodes)
-        placement_request = self._placement_request(call, request, generated, received, displaces)
+        routing_request = self._routing_request(call, request, generated, received, displaces)
         began, at, trace = time.monotonic(), time.time(), Trace()
         outcome: Outcome = "placed"
         node: str | None = None
         try:
-            placed = await self._place(placement_request, excluded, trace, received + request.timeout)
-            node = placed.node_id
-            return placed
+            route = await self._reserve(routing_request, excluded, trace, received + request.timeout)
+            node = route.node_id
+            return route
         except ServiceError as error:
             outcome = "unavailable" if error.type == "unavailable" else "overloaded"
             if counts_refusal and error.type == "overloaded":
-                self.loads.count_refused(self._refused_work(await self.state.table(), placement_request))
+                self.loads.count_refused(self._refused_work(await self.state.table(), routing_request))
             raise
         finally:
             took = time.monotonic() - began
@@ -82,8 +82,8 @@ class Router:
             excluded_ids = tuple(sorted(excluded))
             self.explanations.keep(
                 call,
-                Placement(
-                    placement_request,
+                RoutingRecord(
+                    routing_request,
                     outcome,
                     node,
                     self.policy_name,
@@ -95,24 +95,22 @@ class Router:
                 ),
             )
 
-    async def _place(
-        self, request: PlacementRequest, excluded: frozenset[str], trace: Trace, deadline: float
-    ) -> Placed:
-        """Reserves a place on a node and returns it. If no node is ready, asks the nodes whose record is late, at most
-        until `deadline` (monotonic seconds). Raises ServiceError."""
+    async def _reserve(self, request: RoutingRequest, excluded: frozenset[str], trace: Trace, deadline: float) -> Route:
+        """Reserves a place on a node and returns the route. If no node is ready, asks the nodes whose record is late,
+        until `deadline` (monotonic seconds) at most. Raises ServiceError."""
         try:
-            return await place(self.state, self.policy, self.base, request, excluded, trace)
+            return await reserve_route(self.state, self.policy, self.base, request, excluded, trace)
         except ServiceError as error:
             if error.type != "unavailable" or not await self.late_nodes.find(excluded, deadline - time.monotonic()):
                 raise
-        return await place(self.state, self.policy, self.base, request, excluded, trace)
+        return await reserve_route(self.state, self.policy, self.base, request, excluded, trace)
 
     def displaces(self, request: GenerateRequest) -> bool:
         """Returns whether the request may take another request's place in a full queue. Nodes use the same rule."""
         crowded = self.queued.tenant_to_displace(request.tenant, request.weight)
         return crowded is not None or request.slo_class == "strict" or request.reserved > 0
 
-    def _refused_work(self, nodes: NodeTable, request: PlacementRequest) -> float | None:
+    def _refused_work(self, nodes: NodeTable, request: RoutingRequest) -> float | None:
         """Returns the node time, in seconds, that a refused request would take.
 
         Returns None if no node could serve it, or if that node has no measured performance model.
@@ -120,13 +118,13 @@ class Router:
         rows = eligible_nodes(nodes, self.base, request, frozenset())
         return work(nodes, int(rows[0]), request) if rows.size else None
 
-    def _placement_request(
+    def _routing_request(
         self, call: CallKey, request: GenerateRequest, generated: int | None, received: float, displaces: bool
-    ) -> PlacementRequest:
+    ) -> RoutingRequest:
         adapter, lengths, count = request.adapter, self.lengths, generated or 0
         max_tokens = max(1, request.max_tokens - count)
         expected = lengths.expected(call.tenant, call.function, max_tokens)
-        return PlacementRequest(
+        return RoutingRequest(
             id=request.id,
             demand=Demand(
                 rank=adapter.max_rank if adapter else 0,

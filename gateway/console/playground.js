@@ -166,14 +166,14 @@ async function explain(id, why, signal) {
     const reply = await get(`explain/${encodeURIComponent(id)}`, {}, signal);
     redraw(
       why,
-      reply.placements.map((each) => drawnPlacement(each.decision)),
+      reply.decisions.map((each) => drawnDecision(each.decision)),
     );
   } catch (error) {
     if (!signal.aborted) redraw(why, problem(error));
   }
 }
 
-function drawnPlacement(decision) {
+function drawnDecision(decision) {
   const columns = ["Node", "Adapter", "#Running", "#Queued", "#Wait", "#Prefill", "#Exposed load", "#Decode", "#Cost"];
   const rows = decision.candidates.map((each) => [
     each.chosen ? `${each.node} (chosen)` : each.node,

@@ -23,7 +23,7 @@ from gateway.residency.manual_holds import ManualHold
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
 from gateway.residency.plan import node_memory
 from gateway.scheduling.home_nodes import HomeNodes
-from gateway.scheduling.placement import RETRY_AFTER, why_none
+from gateway.scheduling.route import RETRY_AFTER, why_none
 
 MAX_UNDERWAY = 256
 MAX_TENANT_UNDERWAY = 32

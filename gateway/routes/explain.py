@@ -1,4 +1,4 @@
-"""GET /explain/{id}: how a call's generations were placed on nodes. The call's tenant and admin keys may use it."""
+"""GET /explain/{id}: how a call's generations were routed to nodes. The call's tenant and admin keys may use it."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""Placement of requests on nodes. `policy` defines the protocol and the registry of policies; each policy has its own
+"""Routing of requests to nodes. `policy` defines the protocol and the registry of policies; each policy has its own
 module."""

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from cluster.node_table import ABSENT, STANDARD, NodeTable
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 ASSUMED_ROWS = 32
 """Batch size, in rows, that is assumed for a node that reports no maximum. It is Punica's largest batch."""
@@ -19,7 +19,7 @@ class MostIdle:
     Ties go to the node with the adapter in the fastest tier, then to the one with the most free KV memory.
     """
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:
         tiers = nodes.tiers(request.digest) if request.digest else {}
         tier = np.array([tiers.get(row, ABSENT) for row in candidates.tolist()])
         order = np.lexsort((-nodes.kv_room[candidates, STANDARD], tier, nodes.requests[candidates]))
@@ -33,7 +33,7 @@ class FirstFit:
     is chosen.
     """
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:
         requests, rows = nodes.requests[candidates], nodes.capacity[candidates]
         fits = requests < np.where(rows < np.inf, rows, ASSUMED_ROWS)
         fits &= nodes.kv_room[candidates, STANDARD] >= request.demand.prompt_tokens + request.demand.max_tokens
@@ -46,5 +46,5 @@ class Random:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:  # noqa: ARG002
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:  # noqa: ARG002
         return int(candidates[self._random.randrange(candidates.size)])

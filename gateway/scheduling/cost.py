@@ -23,7 +23,7 @@ import numpy as np
 from cluster.node_load import MARGIN
 from cluster.node_table import ABSENT, DEVICE, DISK, HOST, STANDARD, STRICT, NodeTable
 from cluster.performance_model import RankTerm, counted_rank
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
 """Values of the node table's column `rank_term`: indices of `max_rank` and `adapter_ranks` in RankTerm."""
@@ -86,7 +86,7 @@ class ScoringPolicy:
     """Scores of the latest choice. The next choice overwrites them, so read them before the next `await`."""
 
 
-def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
+def terms(nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> Terms:
     """Returns the cost terms of a request on each candidate.
 
     `candidates`: i64[C], ascending rows, C >= 1. Invalid numbers in `nodes` lead to invalid terms and to warnings from
@@ -122,7 +122,7 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
     )
 
 
-def attainable(nodes: NodeTable, costs: Terms, request: PlacementRequest) -> np.ndarray:
+def attainable(nodes: NodeTable, costs: Terms, request: RoutingRequest) -> np.ndarray:
     """Returns bool[C]: whether an idle node would meet the request's SLO. If no node would, waiting does not help."""
     tokens, rank, tpot = request.demand.prompt_tokens, request.demand.rank, request.demand.tpot
     attained = np.zeros(costs.candidates.size, np.bool_)
@@ -140,7 +140,7 @@ def attainable(nodes: NodeTable, costs: Terms, request: PlacementRequest) -> np.
     return attained
 
 
-def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest) -> np.ndarray:
+def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: RoutingRequest) -> np.ndarray:
     """Returns f64[C]: the seconds that the request adds to a decode step.
 
     These are the costs of one more row, of its rank, and of its context, averaged over its answer.
@@ -161,7 +161,7 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
 
 
 def _load(
-    nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest
+    nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: RoutingRequest
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns three arrays about the adapter on each candidate: its tier, `spreading` and `exposed`, as in Terms."""
     n = candidates.size
@@ -178,7 +178,7 @@ def _load(
     return tier, np.where(cold, transfer, 0.0), np.where(cold, load * at["exposed_share"], 0.0)
 
 
-def _on_device(request: PlacementRequest, itemsize: np.ndarray) -> np.ndarray:
+def _on_device(request: RoutingRequest, itemsize: np.ndarray) -> np.ndarray:
     """Returns f64[C]: the adapter's size in bytes with elements of `itemsize` (f64[C]) bytes.
 
     Where an element size is unknown (0), the size of the adapter's file is returned.
@@ -198,7 +198,7 @@ def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:
 
 
 def _step_and_wait(
-    at: np.ndarray, request: PlacementRequest, after: np.ndarray, decode: np.ndarray
+    at: np.ndarray, request: RoutingRequest, after: np.ndarray, decode: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns `step` and `wait` as in Terms, both f64[C] in seconds.
 

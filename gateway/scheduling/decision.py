@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.node_table import ABSENT, DEVICE, TIERS, NodeTable
 from gateway.scheduling.cost import Scores
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 MAX_CANDIDATES = 16
 """Maximum candidates that a decision lists: the chosen one and the best of the others."""
@@ -99,10 +99,10 @@ class Snapshot(msgspec.Struct):
     chosen: int | None
     more: int
 
-    def candidates(self, request: PlacementRequest) -> list[Candidate]:
+    def candidates(self, request: RoutingRequest) -> list[Candidate]:
         return [self._candidate(index, request) for index in range(len(self.nodes))]
 
-    def _candidate(self, index: int, request: PlacementRequest) -> Candidate:
+    def _candidate(self, index: int, request: RoutingRequest) -> Candidate:
         values = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
         hidden = () if values["modelled"] else SCORED
         finite = {
@@ -123,7 +123,7 @@ class Snapshot(msgspec.Struct):
 
 
 def take_snapshot(
-    nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest, row: int | None, scores: Scores | None
+    nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest, row: int | None, scores: Scores | None
 ) -> Snapshot:
     """Returns a snapshot of a policy's choice. `row`: the chosen node's row; None if all were refused."""
     shown = _best(nodes, candidates, row, scores)
@@ -169,7 +169,7 @@ def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Sco
     return shown
 
 
-def _broken(values: dict[str, float], request: PlacementRequest) -> list[str]:
+def _broken(values: dict[str, float], request: RoutingRequest) -> list[str]:
     if math.isnan(values["step"]):
         return []
     reasons = []

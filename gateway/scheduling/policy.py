@@ -1,4 +1,4 @@
-"""The interface between placement and its policies, and the registry of policies."""
+"""The interface between routing and its policies, and the registry of policies."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from cluster.node_table import NodeTable
 from gateway.scheduling.baselines import FirstFit, MostIdle, Random
 from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.rank_aware import RankAware
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from gateway.scheduling.toppings import Toppings
 
 Clock = Callable[[], float]
 
 
 class Policy(Protocol):
-    """Placement policy: chooses one of the candidate nodes. The gateway and the simulator call the same policies."""
+    """Routing policy: chooses one of the candidate nodes. The gateway and the simulator call the same policies."""
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:
         """Returns the row of the chosen candidate, or None to refuse the request.
 
         `candidates`: i64[C], C >= 1, the ascending rows of `nodes` that can serve the request. An implementation must

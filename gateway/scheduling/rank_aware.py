@@ -23,7 +23,7 @@ import numpy as np
 from cluster.model_check import is_off
 from cluster.node_table import STANDARD, NodeTable
 from gateway.scheduling.cost import Scores, ScoringPolicy, Terms, attainable, terms
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 RETRY_BOUNDS = (1.0, 30.0)
 """Minimum and maximum of Retry-After, in seconds. A forecast further ahead than a batch's answers is unreliable."""
@@ -36,12 +36,12 @@ log = logging.getLogger("gateway")
 
 
 class RankAware(ScoringPolicy):
-    """The default placement policy. `clock`: monotonic seconds."""
+    """The default routing policy. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._widening = Widening(clock)
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:
         self._widening.update(nodes)
         with np.errstate(all="ignore"):
             scores = self.last = self._score(nodes, candidates, request)
@@ -55,14 +55,14 @@ class RankAware(ScoringPolicy):
                 best = self._smallest_breach(scores)
         return int(candidates[best])
 
-    def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
+    def _score(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> Scores:
         costs = self._terms(nodes, candidates, request)
         plain = self._total_cost(costs)
         # Comparisons with NaN are false: what can't be forecast never wins.
         totals = np.where((costs.strain <= 1.0) & (plain < np.inf), plain, np.inf)
         return Scores(costs, totals, self._widening.widened(nodes, candidates))
 
-    def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
+    def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> Terms:
         return terms(nodes, candidates, request)
 
     def _total_cost(self, costs: Terms) -> np.ndarray:

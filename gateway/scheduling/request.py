@@ -7,8 +7,8 @@ import msgspec
 from cluster.node_table import Demand
 
 
-class PlacementRequest(msgspec.Struct, frozen=True):
-    """Request to be placed, as policies see it. Times are in seconds."""
+class RoutingRequest(msgspec.Struct, frozen=True):
+    """Request to be routed, as policies see it. Times are in seconds."""
 
     id: str
     demand: Demand

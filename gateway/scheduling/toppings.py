@@ -14,14 +14,14 @@ import numpy as np
 
 from cluster.node_table import NodeTable
 from gateway.scheduling.cost import Scores, ScoringPolicy, terms
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 PENALTY = 1e6
 """Penalty for a violated SLO, in seconds per token."""
 
 
 class Toppings(ScoringPolicy):
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:
         with np.errstate(all="ignore"):
             costs = terms(nodes, candidates, request)
             cost = costs.prefill / (request.typical_tokens or costs.answer) + costs.decode

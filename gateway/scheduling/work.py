@@ -6,13 +6,13 @@ import math
 
 from cluster.node_load import NodeLoad
 from cluster.node_table import NodeTable
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 
 RATIO = (0.1, 10.0)
 """Minimum and maximum to which a node's ratio of observed to forecast time is clipped."""
 
 
-def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
+def work(nodes: NodeTable, row: int, request: RoutingRequest) -> float | None:
     """Returns the node time that a request takes, in seconds; None if the node has no measured model.
 
     It is the prompt's prefill, plus one row's share of each decode step in a full batch. The batch is as large as rows

@@ -143,7 +143,7 @@ class Metrics:
         self._schedule.observe(seconds)
 
     def observe_forecast(self, forecast: float, real: float) -> None:
-        """Records the error, in seconds, of a forecast of the time from a request's placement to its first token."""
+        """Records the error, in seconds, of a forecast of the time from a request's routing to its first token."""
         direction = "later" if real > forecast else "sooner"
         self._first_token_error.labels(direction).observe(abs(real - forecast))
 

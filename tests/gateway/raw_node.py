@@ -18,7 +18,7 @@ from cluster.state import ClusterState, MemoryClusterState
 from gateway.calls.breaker import Breakers
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
-from gateway.scheduling.placement import Placed
+from gateway.scheduling.route import Route
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 Serve = Callable[[Reader, Writer], Awaitable[None]]
@@ -141,7 +141,7 @@ async def ask(
     """All events of one request; `into` has those that came before a failure, too."""
     revoked: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
     events: list[Event] = [] if into is None else into
-    async with aclosing(client.stream(Placed("n", "1", url), request, revoked)) as coming:
+    async with aclosing(client.stream(Route("n", "1", url), request, revoked)) as coming:
         async for event in coming:
             events.append(event)
     return events

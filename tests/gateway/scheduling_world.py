@@ -1,4 +1,4 @@
-"""Nodes and requests for tests of placement: records as nodes send them, and a table of them."""
+"""Nodes and requests for tests of routing: records as nodes send them, and a table of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.news import Resident
 from cluster.node_table import ASSUMED, Demand, NodeTable
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.policy import Policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from tests.support.listed_record import ListedRecord, put_record
 
 MEASURED = msgspec.structs.replace(
@@ -22,7 +22,7 @@ RECORD = ListedRecord(
     running=0, queued=0, queue_limit=64, kv_blocks_free=2000, kv_blocks=2000, block_tokens=16, max_rows=32,
     performance=MEASURED,
 )  # fmt: skip
-REQUEST = PlacementRequest("r", Demand(16, 100, 200), "d", 40_000_000, expected_tokens=100)
+REQUEST = RoutingRequest("r", Demand(16, 100, 200), "d", 40_000_000, expected_tokens=100)
 
 
 def node(node_id: str, *ranks: int, tier: str | None = None, **changed: Any) -> ListedRecord:
@@ -61,12 +61,12 @@ def table_of(*records: ListedRecord) -> NodeTable:
     return table
 
 
-def chosen(policy: Policy, nodes: NodeTable, request: PlacementRequest = REQUEST) -> str | None:
+def chosen(policy: Policy, nodes: NodeTable, request: RoutingRequest = REQUEST) -> str | None:
     row = policy.choose(nodes, np.array(list(nodes.rows())), request)
     return None if row is None else nodes.ids[row]
 
 
-def ask(**changed: Any) -> PlacementRequest:
+def ask(**changed: Any) -> RoutingRequest:
     """REQUEST with other fields, its demand's included."""
     of_demand = {name: changed.pop(name) for name in Demand.__struct_fields__ if name in changed}
     return msgspec.structs.replace(REQUEST, demand=msgspec.structs.replace(REQUEST.demand, **of_demand), **changed)

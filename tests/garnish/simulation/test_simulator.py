@@ -21,7 +21,7 @@ from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import Slo, SloError, base_tpt, parse_slo
 from garnish.simulation.study import policy_maker, policy_names, simulate, smallest_pool
 from gateway.scheduling.dlora import Dlora
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from tests.support.draws import draws
 
 REQUESTS = st.lists(
@@ -92,7 +92,7 @@ def test_equal_input_gives_equal_results(policy: str, drawn: list) -> None:
 class Pile(Dlora):
     """Every request goes to the first node."""
 
-    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
+    def choose(self, nodes: NodeTable, candidates: np.ndarray, request: RoutingRequest) -> int | None:
         return int(candidates[0])
 
 

@@ -21,7 +21,7 @@ from stub_node import echo
 from cluster.news import NodeRecord
 from cluster.node_table import NodeTable
 from gateway.calls.breaker import FIRST_PAUSE_S, MAX_PAUSE_S, THRESHOLD, Breakers, CircuitOpen, Probe
-from gateway.scheduling.placement import Placed, place
+from gateway.scheduling.route import Route, reserve_route
 
 NODE = ("n", "1")
 RECORD = NodeRecord(
@@ -139,21 +139,21 @@ class Mute:
 
 
 def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are told at once to try again, while it waits for the node. To place a call takes its time, as with
+    """The others are told at once to try again, while it waits for the node. To route a call takes its time, as with
     Redis: all have chosen the node before the first one begins."""
     ahead, chosen, all_have_chosen = 0.0, 0, asyncio.Event()
 
-    async def slow_place(*args: Any) -> Placed:
+    async def slow_route(*args: Any) -> Route:
         nonlocal chosen
-        placed = await place(*args)
+        route = await reserve_route(*args)
         chosen += 1
         if chosen == THRESHOLD + CALLERS:
             all_have_chosen.set()
         if chosen > THRESHOLD:
             await all_have_chosen.wait()
-        return placed
+        return route
 
-    monkeypatch.setattr("gateway.calls.routing.place", slow_place)
+    monkeypatch.setattr("gateway.calls.routing.reserve_route", slow_route)
     monkeypatch.setattr("gateway.traffic.monotonic", lambda: time.monotonic() + ahead)
     running = start()
     node, client = running.node(), running.client()

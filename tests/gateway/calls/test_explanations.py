@@ -1,15 +1,15 @@
-"""What is kept of placements: found by each of its names, bounded, and shared fairly."""
+"""What is kept of routing decisions: found by each of its names, bounded, and shared fairly."""
 
 from __future__ import annotations
 
 from cluster.node_table import Demand
-from gateway.calls.explanations import MAX_OF_CALL, CallKey, Explained, Explanations, Placement
-from gateway.scheduling.request import PlacementRequest
+from gateway.calls.explanations import MAX_OF_CALL, CallKey, Explained, Explanations, RoutingRecord
+from gateway.scheduling.request import RoutingRequest
 
 
-def placement(request_id: str = "inv_1-0") -> Placement:
-    request = PlacementRequest(request_id, Demand(0, 1, 1), digest=None, adapter_bytes=0)
-    return Placement(request, "placed", "n", "rank_aware", 0.0, 0.0, 1, (), None)
+def record(request_id: str = "inv_1-0") -> RoutingRecord:
+    request = RoutingRequest(request_id, Demand(0, 1, 1), digest=None, adapter_bytes=0)
+    return RoutingRecord(request, "placed", "n", "rank_aware", 0.0, 0.0, 1, (), None)
 
 
 def call(number: int, tenant: str = "t", request_id: str | None = None) -> CallKey:
@@ -17,7 +17,7 @@ def call(number: int, tenant: str = "t", request_id: str | None = None) -> CallK
 
 
 def keep(store: Explanations, made: CallKey) -> None:
-    store.keep(made, placement(f"{made.id}-0"))
+    store.keep(made, record(f"{made.id}-0"))
 
 
 def find(store: Explanations, wanted: str, tenant: str | None) -> Explained | None:
@@ -56,11 +56,11 @@ def test_a_call_with_many_placements_is_bounded() -> None:
     for _ in range(MAX_OF_CALL + 5):
         keep(store, made)
     found = find(store, "inv_1", "t")
-    assert found is not None and (len(found.placements), found.left_out) == (MAX_OF_CALL, 5)
+    assert found is not None and (len(found.records), found.left_out) == (MAX_OF_CALL, 5)
 
 
 def test_the_oldest_goes_and_no_tenant_pushes_out_another() -> None:
-    store = Explanations(max_placements=60)
+    store = Explanations(max_records=60)
     for number in range(20):
         keep(store, call(number, "small"))
     for number in range(100, 200):
@@ -74,7 +74,7 @@ def test_the_oldest_goes_and_no_tenant_pushes_out_another() -> None:
 
 
 def test_calls_with_many_placements_count_as_many() -> None:
-    store = Explanations(max_placements=40)
+    store = Explanations(max_records=40)
     for number in range(10):
         for _ in range(10):
             keep(store, call(number))
@@ -82,7 +82,7 @@ def test_calls_with_many_placements_count_as_many() -> None:
 
 
 def test_more_tenants_than_placements_are_kept() -> None:
-    store = Explanations(max_placements=3)
+    store = Explanations(max_records=3)
     for number in range(20):
         keep(store, call(number, f"t{number}"))
         assert find(store, f"inv_{number}", f"t{number}") is not None

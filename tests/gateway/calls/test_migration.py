@@ -41,10 +41,10 @@ async def held_in_queue(node: StubNode, asked: GenerateRequest) -> AsyncIterator
     yield done(asked, 0)
 
 
-def placed_on(running: Running, call: str) -> list[tuple[str, str | None]]:
+def routed_to(running: Running, call: str) -> list[tuple[str, str | None]]:
     """Outcomes and nodes, in their order."""
-    placements = running.client().get(f"/explain/{call}").json()["placements"]
-    return [(entry["decision"]["outcome"], entry["decision"].get("node")) for entry in placements]
+    decisions = running.client().get(f"/explain/{call}").json()["decisions"]
+    return [(entry["decision"]["outcome"], entry["decision"].get("node")) for entry in decisions]
 
 
 def moved(running: Running, script: Any) -> tuple[Any, StubNode, StubNode]:
@@ -66,7 +66,7 @@ def test_a_running_call_goes_on_behind_its_tokens(start: Callable[..., Running])
     said, crowded, idle = moved(running, held_after_one)
     assert (said["output"]["text"], said["node"], said["timing"]["resumed"]) == (TEXT, "b-idle", 1)
     assert [asked.generated for asked in (*crowded.received, *idle.received)] == [[], [100]]
-    assert placed_on(running, said["id"]) == [("placed", "a-crowded"), ("placed", "b-idle")]
+    assert routed_to(running, said["id"]) == [("placed", "a-crowded"), ("placed", "b-idle")]
     total = running.client().get("/usage").json()["total"]
     assert (total["requests"], total["completion_tokens"]) == (1, 5)
 
@@ -85,11 +85,11 @@ def test_a_call_stays_where_it_is_until_it_has_a_place(start: Callable[..., Runn
         until_received(crowded, 1, [call])
         crowded.publish(running.url, **CROWDED)
         full = running.node(echo, "b-full", queued=1, queue_limit=1)
-        until(lambda: len(placed_on(running, crowded.received[0].id)) > 1)
+        until(lambda: len(routed_to(running, crowded.received[0].id)) > 1)
         crowded.go_on.set()
         reply = call.result(60)
     said = reply.json()
     assert (said["output"]["text"], said["timing"]["resumed"]) == (TEXT, 0)
     assert reply.headers["x-garnish-node"] == "a-crowded"
     assert full.received == []
-    assert placed_on(running, said["id"])[:2] == [("placed", "a-crowded"), ("overloaded", None)]
+    assert routed_to(running, said["id"])[:2] == [("placed", "a-crowded"), ("overloaded", None)]

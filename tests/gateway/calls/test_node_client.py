@@ -22,7 +22,7 @@ from cluster.messages import Done, Event, Started, Token, encode_event
 from gateway.calls.breaker import THRESHOLD
 from gateway.calls.node_client import MAX_EVENT_BYTES
 from gateway.calls.node_watch import NodeFailure
-from gateway.scheduling.placement import Placed
+from gateway.scheduling.route import Route
 
 EVENTS: list[Event] = [Started("n", "none"), Token("one", [1], 0), Done("length", 2, 1, 0, TIMING)]
 FRAMES = [encode_event(event) for event in EVENTS]
@@ -62,7 +62,7 @@ def test_a_request_given_up_at_its_end_fails_no_later_one(turns: int) -> None:
         async with node(serve) as (url, made), node_client() as client:
             revoked: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
             found: list[Event] = []
-            async with aclosing(client.stream(Placed("n", "1", url), REQUEST, revoked)) as events:
+            async with aclosing(client.stream(Route("n", "1", url), REQUEST, revoked)) as events:
                 async for event in events:
                     found.append(event)
                     if isinstance(event, Done):
@@ -196,7 +196,7 @@ def test_a_slow_reader_slows_the_node() -> None:
         sent.clear()
         async with node(serve_fast) as (url, _), node_client() as client:
             revoked: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
-            async with aclosing(client.stream(Placed("n", "1", url), REQUEST, revoked)) as events:
+            async with aclosing(client.stream(Route("n", "1", url), REQUEST, revoked)) as events:
                 assert await anext(events) == tokens[0]
                 before = -1
                 while len(sent) > before:  # until it waits
@@ -218,7 +218,7 @@ def test_whoever_reads_is_told_why_it_is_given_up() -> None:
     async def main() -> None:
         async with node(serve_half) as (url, _), node_client() as client:
             revoked: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
-            async with aclosing(client.stream(Placed("n", "1", url), REQUEST, revoked)) as events:
+            async with aclosing(client.stream(Route("n", "1", url), REQUEST, revoked)) as events:
                 assert [await anext(events), await anext(events)] == EVENTS[:2]
                 asyncio.get_running_loop().call_later(0.05, revoked.set_result, ServiceError("cancelled", "deleted"))
                 with pytest.raises(ServiceError, match="deleted"):

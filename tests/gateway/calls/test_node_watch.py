@@ -31,7 +31,7 @@ from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
 from gateway.calls import node_watch
 from gateway.calls.node_watch import NodeFailure, NodeWatches
-from gateway.scheduling.placement import Placed
+from gateway.scheduling.route import Route
 
 SILENCE = 1.0
 STREAMS = 5000
@@ -156,8 +156,8 @@ def test_thousands_of_streams_cost_a_task_and_a_timer_per_node() -> None:
         before = len(asyncio.all_tasks()), len(loop._scheduled)  # type: ignore[attr-defined]
         with ExitStack() as stack:
             for number in range(STREAMS):
-                place = Placed(*nodes[number % 3], "http://127.0.0.1:1")
-                stack.enter_context(watches.watched(place, time.monotonic() + 60.0))
+                route = Route(*nodes[number % 3], "http://127.0.0.1:1")
+                stack.enter_context(watches.watched(route, time.monotonic() + 60.0))
             await asyncio.sleep(0)
             after = len(asyncio.all_tasks()), len(loop._scheduled)  # type: ignore[attr-defined]
             assert (after[0] - before[0], after[1] - before[1]) == (3, 3)
@@ -181,7 +181,7 @@ def test_a_deadline_that_the_node_does_not_keep(monkeypatch: pytest.MonkeyPatch)
         async with node(serve) as (url, _), node_client() as client:
             revoked: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
             with pytest.raises(ServiceError, match="deadline"):
-                async with aclosing(client.stream(Placed("n", "1", url), REQUEST, revoked)) as events:
+                async with aclosing(client.stream(Route("n", "1", url), REQUEST, revoked)) as events:
                     await anext(events)
 
     run(main)

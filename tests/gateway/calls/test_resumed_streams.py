@@ -55,7 +55,7 @@ def test_a_stream_goes_on_where_it_was_cut(start: Callable[..., Running]) -> Non
     assert all(getattr(asked, field) == getattr(again, field) for field in same)
     assert said["usage"]["completion_tokens"] == 5
     assert counts(running) == (1, said["usage"]["prompt_tokens"], 5)
-    explained = running.client().get(f"/explain/{said['id']}").json()["placements"]
+    explained = running.client().get(f"/explain/{said['id']}").json()["decisions"]
     assert [entry["decision"]["node"] for entry in explained] == ["a-dies", "b-other"]
     assert explained[1]["decision"]["excluded"] == ["a-dies"]
 

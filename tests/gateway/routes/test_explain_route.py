@@ -1,4 +1,4 @@
-"""GET /explain/{id} of calls that were really placed, and `garnish explain`."""
+"""GET /explain/{id} of calls that were really routed, and `garnish explain`."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_every_name_of_a_call_explains_it(reused: Running, pirate: dict[str, Any
     told += [explained(reused, made, "admin"), explained(reused, "mine.1", "admin", **{"x-garnish-tenant": acme})]
     assert all(one == told[0] for one in told)
     assert (told[0].id, told[0].request_id, told[0].tenant, told[0].function) == (made, "mine.1", acme, "pirate")
-    (placement,) = told[0].placements
-    decision = placement.decision
-    assert (placement.request, decision.node, decision.outcome, decision.policy) == (
+    (each,) = told[0].decisions
+    decision = each.decision
+    assert (each.request, decision.node, decision.outcome, decision.policy) == (
         f"{made}-0", "node-0", "placed", "rank_aware",
     )  # fmt: skip
     assert (decision.tries, decision.more, decision.excluded, decision.expected_tokens) == (1, 0, [], 1.5)
@@ -90,16 +90,16 @@ def test_a_second_placement_and_a_refusal_are_told(start: Callable[..., Running]
     told = explained(running, reply.json()["id"])
     assert told.function == "stories260K"
     ways: dict[str, list[tuple[str | None, list[str]]]] = {}
-    for placement in told.placements:
-        ways.setdefault(placement.request, []).append((placement.decision.node, placement.decision.excluded))
+    for each in told.decisions:
+        ways.setdefault(each.request, []).append((each.decision.node, each.decision.excluded))
     assert len(ways) == 2
     assert all(way[-1] == ("node-1", ["node-0"]) or way == [("node-1", [])] for way in ways.values())
     for node in running.nodes:
         node.publish(running.url, state="draining")
     refused = client.post("/v1/completions", json={**CALL, "model": "stories260K"}, headers={"x-request-id": "none"})
     assert refused.status_code == 503
-    (placement,) = explained(running, "none").placements
-    decision = placement.decision
+    (each,) = explained(running, "none").decisions
+    decision = each.decision
     assert (decision.outcome, decision.node, decision.candidates) == ("unavailable", None, [])
 
 
@@ -110,7 +110,7 @@ def test_lengths_are_learnt_and_forecasts_are_compared(gateway: Running) -> None
         made = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 6, "model": "stories260K"}).json()[
             "id"
         ]
-    assert explained(gateway, made).placements[0].decision.expected_tokens == pytest.approx(6)
+    assert explained(gateway, made).decisions[0].decision.expected_tokens == pytest.approx(6)
     text = gateway.client("admin").get("/metrics").text
     counts = [line for line in text.splitlines() if line.startswith("garnish_ttft_forecast_error_seconds_count")]
     assert sum(float(line.split()[-1]) for line in counts) == 3
@@ -124,7 +124,7 @@ def test_nothing_is_forecast_until_the_node_has_a_model_of_its_own(gateway: Runn
     for known in ({"measuring": 0.4}, {"performance": performance(gateway)}):
         node.publish(gateway.url, **known)
         made = client.post("/v1/completions", json={**CALL, "model": "stories260K"}).json()["id"]
-        told.append(explained(gateway, made).placements[0].decision.candidates[0])
+        told.append(explained(gateway, made).decisions[0].decision.candidates[0])
     before, after = told
     assert (before.chosen, before.model, before.ttft, before.step, before.total) == (True, "assumed", None, None, None)
     assert (after.chosen, after.model) == (True, "measured")
@@ -144,7 +144,7 @@ def test_the_command_shows_it(gateway: Running, command_line: CommandLine, tmp_p
         return command_line.run("explain", *arguments, folder=tmp_path, environment=environment)
 
     told = msgspec.json.decode(garnish("mine", "--json").stdout, type=ExplainReply)
-    assert told.request_id == "mine" and json.loads(garnish("mine", "--json").stdout)["placements"]
+    assert told.request_id == "mine" and json.loads(garnish("mine", "--json").stdout)["decisions"]
     shown = garnish("mine")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "on node-0, by rank_aware" in shown.stdout

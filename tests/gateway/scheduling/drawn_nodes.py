@@ -10,7 +10,7 @@ from scheduling_world import MEASURED, RECORD
 from cluster.news import Resident, StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from tests.support.listed_record import ListedRecord
 
 ITEM_SIZES = st.sampled_from([0, 2, 4])
@@ -88,7 +88,7 @@ def nodes(draw: st.DrawFn) -> ListedRecord:
 
 
 REQUESTS = st.builds(
-    PlacementRequest,
+    RoutingRequest,
     id=st.just("r"),
     demand=st.builds(
         Demand,

@@ -14,7 +14,7 @@ from scheduling_world import table_of
 from cluster.node_table import ASSUMED, Demand
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.rank_aware import RankAware
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from tests.support.listed_record import ListedRecord
 
 
@@ -28,7 +28,7 @@ def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
     return sum(ranks) if model.decode.rank_term == "request_ranks" else distinct
 
 
-def reference(record: ListedRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
+def reference(record: ListedRecord, demands: list[Demand], request: RoutingRequest) -> tuple[float, float]:
     """(total, how near the nearest promise is to being broken, as a ratio)."""
     model, answer = record.performance or ASSUMED, request.expected_tokens or max(1.0, request.demand.max_tokens / 2)
     padded = model.decode.padded_rank
@@ -82,7 +82,7 @@ def reference(record: ListedRecord, demands: list[Demand], request: PlacementReq
 def _queue(
     record: ListedRecord,
     demands: list[Demand],
-    request: PlacementRequest,
+    request: RoutingRequest,
     model: PerformanceModel,
     step: float,
     answer: float,
@@ -113,7 +113,7 @@ def _queue(
 
 @given(st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=3)), min_size=1, max_size=5), REQUESTS, st.data())
 def test_every_total_is_the_formulas(
-    drawn: list[tuple[ListedRecord, list[Demand]]], request: PlacementRequest, data: st.DataObject
+    drawn: list[tuple[ListedRecord, list[Demand]]], request: RoutingRequest, data: st.DataObject
 ) -> None:
     records = [msgspec.structs.replace(record, id=str(index)) for index, (record, _) in enumerate(drawn)]
     table = table_of(*records)

@@ -14,7 +14,7 @@ from cluster.news import Resident, StrictRoom
 from cluster.node_table import STANDARD, Demand, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from tests.support.listed_record import ListedRecord, put_record
 
 CROWDS = st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=2)), min_size=2, max_size=5)
@@ -28,7 +28,7 @@ def put(table: NodeTable, record: ListedRecord, demands: list[Demand]) -> int:
     return row
 
 
-def forecast(table: NodeTable, rows: np.ndarray, request: PlacementRequest) -> tuple[Terms, np.ndarray]:
+def forecast(table: NodeTable, rows: np.ndarray, request: RoutingRequest) -> tuple[Terms, np.ndarray]:
     """The terms, and where the promise is attainable. Policies, too, ignore what rows without a node make numpy say."""
     with np.errstate(all="ignore"):
         made = terms(table, rows, request)
@@ -39,7 +39,7 @@ def forecast(table: NodeTable, rows: np.ndarray, request: PlacementRequest) -> t
 def test_a_forecast_is_of_its_node_alone(
     drawn: list[tuple[ListedRecord, list[Demand]]],
     before: list[ListedRecord],
-    request: PlacementRequest,
+    request: RoutingRequest,
     data: st.DataObject,
 ) -> None:
     """Rows had other nodes before, nodes had another epoch and model, some have gone, and not all are candidates."""
@@ -68,7 +68,7 @@ def test_a_forecast_is_of_its_node_alone(
 
 @given(nodes(), st.lists(DEMANDS, max_size=2), REQUESTS, st.sampled_from([0.5, 0.9999, 1.0001, 2.0]))
 def test_what_is_attainable_is_what_the_node_would_do_if_it_had_nothing_to_do(
-    record: ListedRecord, demands: list[Demand], request: PlacementRequest, share: float
+    record: ListedRecord, demands: list[Demand], request: RoutingRequest, share: float
 ) -> None:
     """Promises a little below and above what it would do then."""
     idle = table_of(
@@ -111,7 +111,7 @@ def test_an_adapter_in_use_adds_no_rank_where_distinct_ones_count() -> None:
 
 @given(st.lists(nodes(), min_size=1, max_size=4), REQUESTS, st.data())
 def test_a_refused_request_is_told_when_the_first_node_could_keep_its_promise(
-    records: list[ListedRecord], request: PlacementRequest, data: st.DataObject
+    records: list[ListedRecord], request: RoutingRequest, data: st.DataObject
 ) -> None:
     ttft, tpot = data.draw(st.floats(0.01, 3)), data.draw(st.none() | st.floats(0.01, 1))
     demand = msgspec.structs.replace(request.demand, slo_class="strict", tpot=tpot)

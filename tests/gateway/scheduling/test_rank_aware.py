@@ -1,4 +1,4 @@
-"""The traps of placement: each test names the node that a simpler rule would choose."""
+"""The traps of routing: each test names the node that a simpler rule would choose."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.node_table import Demand, NodeTable
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from gateway.scheduling.work import rows_together, work
 from tests.support.listed_record import ListedRecord, put_record
 
@@ -28,13 +28,13 @@ RECORD = ListedRecord(
 )  # fmt: skip
 
 
-def taken(record: ListedRecord, request: PlacementRequest) -> float | None:
+def taken(record: ListedRecord, request: RoutingRequest) -> float | None:
     nodes = NodeTable(2)
     return work(nodes, put_record(nodes, record), request)
 
 
-def request(prompt: int = 100, answer: int = 50, rank: int = 0) -> PlacementRequest:
-    return PlacementRequest("r", Demand(rank, prompt, answer), None, 0, expected_tokens=float(answer))
+def request(prompt: int = 100, answer: int = 50, rank: int = 0) -> RoutingRequest:
+    return RoutingRequest("r", Demand(rank, prompt, answer), None, 0, expected_tokens=float(answer))
 
 
 @given(

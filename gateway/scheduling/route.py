@@ -1,4 +1,4 @@
-"""Places a request on a node: filters the eligible nodes, asks the policy, and reserves a place."""
+"""Routes a request to a node: filters the eligible nodes, asks the policy, and reserves a place."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from cluster.state import ClusterState
 from gateway.scheduling.cost import Scores, ScoringPolicy
 from gateway.scheduling.decision import Snapshot, take_snapshot
 from gateway.scheduling.policy import Policy
-from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.request import RoutingRequest
 from gateway.scheduling.work import work
 
 RETRY_AFTER = 1.0
 """Default Retry-After in seconds. After that time a place may be free, or a node may have started."""
 ATTEMPTS = 4
-"""Maximum attempts to place one request. An attempt fails if other requests take the place or change the node first."""
+"""Maximum attempts to route one request. An attempt fails if other requests take the place or change the node first."""
 
 
-class Placed(msgspec.Struct, frozen=True):
-    """Place that is reserved under the request's id on one process of a node."""
+class Route(msgspec.Struct, frozen=True):
+    """Process of a node where a place is reserved under the request's id."""
 
     node_id: str
     epoch: str
     url: str
     forecast: float | None = None
-    """Forecast seconds from the placement to the first token; None if the policy or the node has no forecast."""
+    """Forecast seconds from the reservation to the first token; None if the policy or the node has no forecast."""
     pool: str = ""
     work: float | None = None
     """Node time that the request takes, in seconds (gateway.scheduling.work); None if the node has no measured
@@ -45,15 +45,15 @@ class Trace(msgspec.Struct):
     snapshot: Snapshot | None = None
 
 
-async def place(
+async def reserve_route(
     state: ClusterState,
     policy: Policy,
     base: str,
-    request: PlacementRequest,
+    request: RoutingRequest,
     excluded: frozenset[str] = frozenset(),
     trace: Trace | None = None,
-) -> Placed:
-    """Reserves a place for the request on a node and returns it. Fills `trace`.
+) -> Route:
+    """Reserves a place for the request on a node and returns the route. Fills `trace`.
 
     Raises ServiceError: `unavailable` if no node can serve the request, `overloaded` if all are full or the policy
     refuses them.
@@ -83,11 +83,11 @@ async def place(
         number = await state.reserve(record.id, request.id, demand, generation)
         if number is not None:
             forecast, needs = _forecast(scores, nodes, row), work(nodes, row, request)
-            return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs, number)
+            return Route(record.id, record.epoch, record.url, forecast, record.pool, needs, number)
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 
-def eligible_nodes(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
+def eligible_nodes(nodes: NodeTable, base: str, request: RoutingRequest, excluded: frozenset[str]) -> np.ndarray:
     """Returns i64[C]: the ascending rows of the nodes that could serve the request if they had a free place.
 
     The array must not be modified.

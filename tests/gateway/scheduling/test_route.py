@@ -1,4 +1,4 @@
-"""Placement over a real cluster state: who is able, when places end, what is remembered of it."""
+"""Routing over a real cluster state: who is able, when places end, what is remembered of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cluster.errors import ServiceError
 from cluster.node_table import Demand
 from cluster.state import MemoryClusterState
 from gateway.scheduling.decision import MAX_CANDIDATES, Candidate
-from gateway.scheduling.placement import ATTEMPTS, Trace, eligible_nodes, place
 from gateway.scheduling.policy import POLICIES, make_policy
+from gateway.scheduling.route import ATTEMPTS, Trace, eligible_nodes, reserve_route
 from tests.support.listed_record import ListedRecord, full_news, put_record
 
 
@@ -34,11 +34,11 @@ def test_places_spread_and_end(policy: str) -> None:
 
     async def main() -> list[str]:
         state, chooser = await state_of(node("a", queue_limit=4), node("b", queue_limit=4)), make_policy(policy)
-        placed = [(await place(state, chooser, "b", ask(id=str(index)))).node_id for index in range(8)]
+        routes = [(await reserve_route(state, chooser, "b", ask(id=str(index)))).node_id for index in range(8)]
         with pytest.raises(ServiceError) as caught:
-            await place(state, chooser, "b", ask(id="9"))
+            await reserve_route(state, chooser, "b", ask(id="9"))
         assert caught.value.type == "overloaded"
-        return placed
+        return routes
 
     assert sorted(asyncio.run(main())) == ["a"] * 4 + ["b"] * 4
 
@@ -93,7 +93,7 @@ def test_a_call_whose_rank_no_node_takes_says_so() -> None:
         state = await state_of(msgspec.structs.replace(RECORD, rank_limit=8, engine="vllm"))
         request = msgspec.structs.replace(REQUEST, demand=msgspec.structs.replace(REQUEST.demand, rank=16))
         with pytest.raises(ServiceError, match=r"of rank 16: the nodes that are ready take ranks up to 8 ") as caught:
-            await place(state, make_policy("rank_aware"), "b", request)
+            await reserve_route(state, make_policy("rank_aware"), "b", request)
         assert caught.value.type == "unavailable"
 
     asyncio.run(main())
@@ -103,10 +103,10 @@ def test_a_place_in_a_full_queue_is_taken_only_where_all_are_full() -> None:
     async def main() -> None:
         full, other = node("full", tier="device", queued=2, queue_limit=2), node("other", performance=slow(50.0))
         request, policy = ask(displaces=True), make_policy("rank_aware")
-        assert (await place(await state_of(full, other), policy, "b", request)).node_id == "other"
-        assert (await place(await state_of(full), policy, "b", request)).node_id == "full"
+        assert (await reserve_route(await state_of(full, other), policy, "b", request)).node_id == "other"
+        assert (await reserve_route(await state_of(full), policy, "b", request)).node_id == "full"
         with pytest.raises(ServiceError):
-            await place(await state_of(full), policy, "b", REQUEST)
+            await reserve_route(await state_of(full), policy, "b", REQUEST)
 
     asyncio.run(main())
 
@@ -121,7 +121,7 @@ def test_nobody_is_able() -> None:
         ]:
             trace = Trace()
             with pytest.raises(ServiceError) as caught:
-                await place(state, make_policy("rank_aware"), base, request, excluded, trace)
+                await reserve_route(state, make_policy("rank_aware"), base, request, excluded, trace)
             assert caught.value.type == "unavailable"
             assert trace.snapshot is None
 
@@ -133,13 +133,13 @@ def test_strict_requests_are_told_when_to_come_back() -> None:
         state, trace = await state_of(node("a", *[8] * 32, tier="device", queued=30)), Trace()
         request = ask(ttft=0.1, slo_class="strict")
         with pytest.raises(ServiceError) as caught:
-            await place(state, make_policy("rank_aware"), "b", request, trace=trace)
+            await reserve_route(state, make_policy("rank_aware"), "b", request, trace=trace)
         assert (caught.value.type, caught.value.status) == ("overloaded", 429)
         assert caught.value.retry_after is not None and 1 < caught.value.retry_after <= 30
         assert trace.snapshot is not None and trace.snapshot.chosen is None
         (candidate,) = trace.snapshot.candidates(request)
         assert candidate.total is None and "a first token after" in candidate.broken[0]
-        assert (await place(state, make_policy("rank_aware"), "b", ask(ttft=0.1))).node_id == "a"
+        assert (await reserve_route(state, make_policy("rank_aware"), "b", ask(ttft=0.1))).node_id == "a"
 
     asyncio.run(main())
 
@@ -158,9 +158,9 @@ def test_a_place_that_others_change_is_chosen_anew_and_taken_at_last() -> None:
         state, trace = PublishResult(lambda: 0.0), Trace()
         for name in ("a", "b"):
             await state.publish(full_news(node(name, queue_limit=8)))
-        placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
+        route = await reserve_route(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
         assert trace.tries == ATTEMPTS
-        assert placed.forecast is not None and placed.forecast > 0
+        assert route.forecast is not None and route.forecast > 0
 
     asyncio.run(main())
 
@@ -174,7 +174,7 @@ def test_the_only_node_is_not_chosen_anew(slo_class: str, tries: int) -> None:
         await state.publish(full_news(node("a", queue_limit=80)))
         await state.publish(full_news(node("full", queued=2, queue_limit=2)))
         request = ask(slo_class=slo_class)
-        assert (await place(state, make_policy("rank_aware"), "b", request, trace=trace)).node_id == "a"
+        assert (await reserve_route(state, make_policy("rank_aware"), "b", request, trace=trace)).node_id == "a"
         assert trace.tries == tries
 
     asyncio.run(main())
@@ -188,10 +188,10 @@ def test_what_is_told_of_a_placement() -> None:
         await state.publish(full_news(node("warm", 16, tier="device")))
         await state.publish(full_news(node("promised", 16, tier="host", tightest_tpot=0.0303, performance=None)))
         now = 8.5
-        placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
+        route = await reserve_route(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
         assert trace.snapshot is not None
         told = trace.snapshot.candidates(REQUEST)
-        assert placed.forecast == told[0].ttft
+        assert route.forecast == told[0].ttft
         return told
 
     warm, cold, promised = asyncio.run(main())
@@ -214,11 +214,11 @@ def test_what_is_told_of_a_placement() -> None:
 def test_of_many_candidates_the_best_and_the_chosen_one_are_told() -> None:
     async def main(policy: str) -> None:
         state, trace = await state_of(*(node(f"n{index:02d}", *[8] * (index % 5)) for index in range(40))), Trace()
-        placed = await place(state, make_policy(policy), "b", REQUEST, trace=trace)
+        route = await reserve_route(state, make_policy(policy), "b", REQUEST, trace=trace)
         assert trace.snapshot is not None
         told = trace.snapshot.candidates(REQUEST)
         assert len(told) == MAX_CANDIDATES and trace.snapshot.more == 40 - MAX_CANDIDATES
-        assert [candidate.node for candidate in told if candidate.chosen] == [placed.node_id]
+        assert [candidate.node for candidate in told if candidate.chosen] == [route.node_id]
         assert len({candidate.node for candidate in told}) == MAX_CANDIDATES
         best = sorted(candidate.running for candidate in told)
         assert best[:8] == [0] * 8
