@@ -28,22 +28,25 @@ from cluster.messages import ColdStart, Done, Event, GenerateRequest, Started, T
 from cluster.node_table import Demand
 from cluster.state import MemoryClusterState
 from gateway.scheduling.policy import make_policy
-from gateway.scheduling.request import RoutingRequest
-from gateway.scheduling.route import Trace, reserve_route
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.ipc import Ready, Stats
 
 try:
     from cluster.news import Resident
+    from gateway.scheduling.request import RoutingRequest
+    from gateway.scheduling.route import Trace, reserve_route
     from node_agent.api.publisher import Publisher
     from node_agent.api.request import Limits
     from node_agent.api.requests import RequestRegistry
 except ImportError:  # of the earlier version
+    from gateway.scheduling.placement import Trace  # type: ignore[import-not-found,no-redef]
+    from gateway.scheduling.placement import place as reserve_route  # type: ignore[no-redef]
     from node_agent.api_desk import Desk as RequestRegistry  # type: ignore[import-not-found,no-redef]
     from node_agent.api_request import Limits  # type: ignore[import-not-found,no-redef]
     from node_agent.publisher import Publisher  # type: ignore[import-not-found,no-redef]
 
     from cluster.messages import Resident  # type: ignore[attr-defined,no-redef]
+    from gateway.scheduling.request import PlacementRequest as RoutingRequest  # type: ignore[attr-defined,no-redef]
 
 TELLS_CHANGES = hasattr(RequestRegistry, "news")
 """True for a release whose records are sums and changes. Types differ by release: registry and state are Any."""

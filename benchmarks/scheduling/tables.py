@@ -1,4 +1,4 @@
-"""Tables of the placement policies, and of how near the simulator comes to real nodes."""
+"""Tables of the routing policies, and of how near the simulator comes to real nodes."""
 
 from __future__ import annotations
 
@@ -126,6 +126,6 @@ def placement_table(document: dict[str, Any]) -> str:
         )
         nodes = f"{row['nodes']}{', over Redis' if row.get('state') == 'redis' else ''}"
         rows.append((nodes, row["policy"], *values))
-    head = ("nodes", "policy", "the choice alone", "placed, reserved, explained", "a record taken in")
+    head = ("nodes", "policy", "the choice alone", "routed, reserved, explained", "a record taken in")
     text = f"{document['settings']['requests']} requests, p50 (p99) in us."
     return captioned_table(document, text, head, rows, probe_text(document["settings"]))

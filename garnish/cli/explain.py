@@ -33,7 +33,7 @@ The column with the highest number is left out first; 0 is never left out.
 
 
 def explain(service: TenantService, output: TableOutput, request_id: RequestId, admin: Admin = False) -> None:
-    """Show how a call was placed: the candidate nodes, the forecast for each, and the choice."""
+    """Show how a call was routed: the candidate nodes, the forecast for each, and the choice."""
     from garnish.calls import explain_call
     from gateway.calls.explanations import ExplainReply
 
@@ -46,7 +46,7 @@ def explain(service: TenantService, output: TableOutput, request_id: RequestId, 
     for explained in reply.decisions:
         _show(screen, explained)
     if reply.left_out:
-        screen.line(f"{reply.left_out} more placements were not kept")
+        screen.line(f"{reply.left_out} more decisions were not kept")
     screen.result(reply)
 
 

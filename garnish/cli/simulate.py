@@ -22,7 +22,7 @@ Trace = Annotated[
     Path, typer.Argument(help="MAF, Azure LLM or ServeGen CSV, Mooncake or `garnish logs --trace` JSONL.")
 ]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, max=MAX_NODES, help="Simulated nodes.")]
-Policy = Annotated[str | None, typer.Option("--policy", help="Placement policy (default: the gateway's).")]
+Policy = Annotated[str | None, typer.Option("--policy", help="Routing policy (default: the gateway's).")]
 Profile = Annotated[str, typer.Option("--profile", help="What a node is: a committed profile's name, or a file.")]
 SloText = Annotated[str, typer.Option("--slo", help="As in tpt=1.5x (of the base's), or ttft=500ms,tpot=60ms.")]
 Attain = Annotated[float, typer.Option("--attain", min=0.0, max=1.0, help="Attainment that a sweep looks for.")]
@@ -55,7 +55,7 @@ def simulate(
 ) -> None:
     """Run a trace on simulated nodes: SLO attainment, TTFT, time per token, cold starts and utilisation.
 
-    Requests are placed by the gateway's code. Durations on nodes come from the performance model in the profile. The
+    Requests are routed by the gateway's code. Durations on nodes come from the performance model in the profile. The
     same seed gives the same result.
     """
     from garnish.simulation.study import make_plan

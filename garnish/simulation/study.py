@@ -83,7 +83,7 @@ def policy_maker(name: str, seed: int) -> Callable[[Clock], Policy]:
     if name in SIMULATED:
         return SIMULATED[name]
     if name not in POLICIES:
-        raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(policy_names())}")
+        raise UnknownPolicy(f"routing policy {name!r} does not exist; known: {', '.join(policy_names())}")
     return lambda clock: make_policy(name, clock, seed)
 
 

@@ -65,7 +65,7 @@ class Router:
         excluded |= self.breakers.blocked(nodes)
         routing_request = self._routing_request(call, request, generated, received, displaces)
         began, at, trace = time.monotonic(), time.time(), Trace()
-        outcome: Outcome = "placed"
+        outcome: Outcome = "routed"
         node: str | None = None
         try:
             route = await self._reserve(routing_request, excluded, trace, received + request.timeout)

@@ -31,7 +31,7 @@ export function poolsView(main, signal) {
 function drawn({ pools, unplaced, workers, stale, autoscaler }) {
   const rows = pools.map((pool) => [pool.pool ?? "no pool", String(pool.nodes), String(pool.ready), ...load(pool)]);
   return [
-    table("Pools, over the last ten seconds", COLUMNS, [...rows, ["placed on no node", "–", "–", ...load(unplaced)]]),
+    table("Pools, over the last ten seconds", COLUMNS, [...rows, ["routed to no node", "–", "–", ...load(unplaced)]]),
     facts([
       ["Gateway workers", String(workers)],
       ["Autoscaler", autoscaler ?? "none"],

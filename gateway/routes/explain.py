@@ -19,7 +19,7 @@ _ID = parameter("path", "id", "The call's id, or the x-request-id of its reply",
 
 @routes.caller(
     "GET /explain/{id}",
-    "How a call was placed: candidates, forecasts, choice; its tenant's key, or an admin key",
+    "How a call was routed: candidates, forecasts, choice; its tenant's key, or an admin key",
     {200: ExplainReply},
     parameters=(_ID, TENANT),
     errors=(400,),

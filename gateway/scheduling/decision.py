@@ -18,7 +18,7 @@ from gateway.scheduling.request import RoutingRequest
 MAX_CANDIDATES = 16
 """Maximum candidates that a decision lists: the chosen one and the best of the others."""
 
-Outcome = Literal["placed", "overloaded", "unavailable"]
+Outcome = Literal["routed", "overloaded", "unavailable"]
 TIER_NAMES = {number: name for name, number in TIERS.items()} | {ABSENT: "absent"}
 
 

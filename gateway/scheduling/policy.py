@@ -51,5 +51,5 @@ POLICIES: Mapping[str, Callable[[Clock, int], Policy]] = MappingProxyType(
 def make_policy(name: str, clock: Clock = time.monotonic, seed: int = 0) -> Policy:
     """Returns the policy with this name. Raises UnknownPolicy, which lists the known names."""
     if name not in POLICIES:
-        raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(sorted(POLICIES))}")
+        raise UnknownPolicy(f"routing policy {name!r} does not exist; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name](clock, seed)

@@ -87,7 +87,7 @@ class Metrics:
         self._layers = counter("garnish_cold_layers", about, ("where",))
         self._replays = counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed")
         self._schedule = histogram("garnish_schedule_seconds", "Placing one request", buckets=DECISION_SECONDS)
-        about = "First token, forecast at placement and real, apart"
+        about = "First token, forecast at routing and real, apart"
         self._first_token_error = histogram("garnish_ttft_forecast_error_seconds", about, ("came",))
         self._retries = counter("garnish_retries", "Generations sent to another node after one failed")
         about = "Calls refused by a limit of their tenant or function"

@@ -115,7 +115,7 @@ def test_what_one_worker_is_told_the_other_knows(pair: Pair, pirate: dict[str, A
         assert served(one) and served(two)
         assert [node["record"]["seq"] for node in two.get("/nodes").json()["nodes"]] == [1]
 
-        # How a call was placed, whoever is asked.
+        # How a call was routed, whoever is asked.
         call = two.post(PATH, json=CALL).json()["id"]
         assert one.get(f"/explain/{call}").json() == two.get(f"/explain/{call}").json()
         assert one.get("/explain/inv_none").status_code == 404

@@ -9,7 +9,7 @@ from gateway.scheduling.request import RoutingRequest
 
 def record(request_id: str = "inv_1-0") -> RoutingRecord:
     request = RoutingRequest(request_id, Demand(0, 1, 1), digest=None, adapter_bytes=0)
-    return RoutingRecord(request, "placed", "n", "rank_aware", 0.0, 0.0, 1, (), None)
+    return RoutingRecord(request, "routed", "n", "rank_aware", 0.0, 0.0, 1, (), None)
 
 
 def call(number: int, tenant: str = "t", request_id: str | None = None) -> CallKey:

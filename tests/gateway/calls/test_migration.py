@@ -66,7 +66,7 @@ def test_a_running_call_goes_on_behind_its_tokens(start: Callable[..., Running])
     said, crowded, idle = moved(running, held_after_one)
     assert (said["output"]["text"], said["node"], said["timing"]["resumed"]) == (TEXT, "b-idle", 1)
     assert [asked.generated for asked in (*crowded.received, *idle.received)] == [[], [100]]
-    assert routed_to(running, said["id"]) == [("placed", "a-crowded"), ("placed", "b-idle")]
+    assert routed_to(running, said["id"]) == [("routed", "a-crowded"), ("routed", "b-idle")]
     total = running.client().get("/usage").json()["total"]
     assert (total["requests"], total["completion_tokens"]) == (1, 5)
 
@@ -92,4 +92,4 @@ def test_a_call_stays_where_it_is_until_it_has_a_place(start: Callable[..., Runn
     assert (said["output"]["text"], said["timing"]["resumed"]) == (TEXT, 0)
     assert reply.headers["x-garnish-node"] == "a-crowded"
     assert full.received == []
-    assert routed_to(running, said["id"])[:2] == [("placed", "a-crowded"), ("overloaded", None)]
+    assert routed_to(running, said["id"])[:2] == [("routed", "a-crowded"), ("overloaded", None)]

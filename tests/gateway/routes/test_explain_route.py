@@ -53,7 +53,7 @@ def test_every_name_of_a_call_explains_it(reused: Running, pirate: dict[str, Any
     (each,) = told[0].decisions
     decision = each.decision
     assert (each.request, decision.node, decision.outcome, decision.policy) == (
-        f"{made}-0", "node-0", "placed", "rank_aware",
+        f"{made}-0", "node-0", "routed", "rank_aware",
     )  # fmt: skip
     assert (decision.tries, decision.more, decision.excluded, decision.expected_tokens) == (1, 0, [], 1.5)
     (candidate,) = decision.candidates
