@@ -1,4 +1,4 @@
-"""States of an adapter in host memory and on the device, and of a request, with their legal transitions.
+"""States of an adapter in host memory, in a folder and on the device, and of a request, with their legal transitions.
 
 docs/design/adapter-memory.md and docs/design/seams.md show the transitions.
 """
@@ -51,6 +51,20 @@ class DeviceState(Enum):
     """copy cancelled, and the adapter removed from the device"""
 
 
+class FolderState(Enum):
+    """Progress of a load of an adapter's original files to a folder in host memory, on a node with vLLM."""
+
+    MEASURING = "measuring"
+    """the sizes of its files are being read"""
+    WAITING = "waiting for room"
+    FETCHING = "fetching"
+    COMPLETE = "complete"
+    """both files verified and in the folder"""
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+    """nobody wanted the adapter any more; its thread may still write the folder"""
+
+
 class RequestState(Enum):
     """State of a request in the engine. `Request.decoding` says whether a RUNNING request prefills or decodes."""
 
@@ -89,6 +103,18 @@ DEVICE_TRANSITIONS = {
     (DeviceState.COPIED, DeviceState.READY): Thread.ENGINE,
     (DeviceState.COPY_FAILED, DeviceState.FAILED): Thread.ENGINE,
     (DeviceState.COPY_STOPPED, DeviceState.ABANDONED): Thread.ENGINE,
+}
+"""Threads that may make each transition."""
+
+FOLDER_TRANSITIONS = {
+    (FolderState.MEASURING, FolderState.WAITING): Thread.LOADER,
+    (FolderState.MEASURING, FolderState.FAILED): Thread.LOADER,
+    (FolderState.MEASURING, FolderState.ABANDONED): Thread.ENGINE,
+    (FolderState.WAITING, FolderState.FETCHING): Thread.ENGINE,
+    (FolderState.WAITING, FolderState.ABANDONED): Thread.ENGINE,
+    (FolderState.FETCHING, FolderState.COMPLETE): Thread.LOADER,
+    (FolderState.FETCHING, FolderState.FAILED): Thread.LOADER,
+    (FolderState.FETCHING, FolderState.ABANDONED): Thread.ENGINE,
 }
 """Threads that may make each transition."""
 

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 
 from cluster.messages import Adapter
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.priority import Priority
 from node_agent.leases import LoadFailed
+from node_agent.states import FOLDER_TRANSITIONS, FolderState, check_transition
 from node_agent.vllm.cached_files import FilesWriter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
-class FolderState(Enum):
-    """States of a folder, in their usual order."""
-
-    MEASURING = auto()
-    """the sizes of its files are being read"""
-    WAITING = auto()
-    """there is no room yet"""
-    FETCHING = auto()
-    COMPLETE = auto()
-    FAILED = auto()
-    ABANDONED = auto()
-    """nobody wanted the adapter any more"""
 
 
 ENDED = (FolderState.COMPLETE, FolderState.FAILED, FolderState.ABANDONED)
@@ -35,8 +21,8 @@ ENDED = (FolderState.COMPLETE, FolderState.FAILED, FolderState.ABANDONED)
 
 @dataclass(eq=False)
 class Folder:
-    """Adapter whose files are in the host tier, or on their way there. The engine's thread writes `priority`,
-    `leased`, `holds` and the states WAITING, FETCHING and ABANDONED; loader threads write the rest."""
+    """Adapter whose files are in the host tier, or on their way there. The engine's thread writes `priority`, `leased`
+    and `holds`; FOLDER_TRANSITIONS says which thread changes `state`; loader threads write the rest."""
 
     adapter: Adapter
     path: Path
@@ -59,6 +45,12 @@ class Folder:
     """writer to the disk cache; None if the files are not written there"""
     began: float = field(default_factory=time.monotonic)
     arrived: float = 0.0
+
+    def change_state(self, state: FolderState) -> None:
+        """Sets the state. The caller must hold the lock of the loader threads. Raises IllegalTransition unless
+        FOLDER_TRANSITIONS has the transition."""
+        check_transition(self.state, state, FOLDER_TRANSITIONS)
+        self.state = state
 
     @property
     def digest(self) -> str:

@@ -18,8 +18,9 @@ from adapters.store import ObjectStore
 from node_agent.adapter_memory.disk_cache import DiskCache
 from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.leases import LoadFailed
+from node_agent.states import FolderState
 from node_agent.vllm.cached_files import CachedAdapter, FilesWriter, find
-from node_agent.vllm.folder import CONFIG, ENDED, WEIGHTS, Folder, FolderState
+from node_agent.vllm.folder import CONFIG, ENDED, WEIGHTS, Folder
 
 CHUNK_BYTES = 4 << 20
 """Maximum bytes of one read. A more urgent load continues after it."""
@@ -78,11 +79,12 @@ class FetchJob:
             self.load.busy = False
             if self.load.state not in ENDED:  # otherwise it was abandoned meanwhile
                 if failure is not None:
-                    self.load.failure, self.load.state = failure, FolderState.FAILED
+                    self.load.failure = failure
+                    self.load.change_state(FolderState.FAILED)
                 elif state is not None:
                     if state is FolderState.COMPLETE:
                         self.load.arrived = time.monotonic()
-                    self.load.state = state
+                    self.load.change_state(state)
         self._threads.wake()
         self._on_change()
 

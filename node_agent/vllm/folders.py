@@ -20,7 +20,8 @@ from node_agent.adapter_memory.load_rates import LoadRates
 from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.priority import Priority
 from node_agent.adapter_memory.waiters import Waiters
-from node_agent.vllm.folder import ENDED, Folder, FolderState
+from node_agent.states import FolderState
+from node_agent.vllm.folder import ENDED, Folder
 from node_agent.vllm.folder_fetch import FetchJob
 from node_agent.vllm.own_folder import OwnFolder
 
@@ -126,7 +127,7 @@ class FolderTier:
             return
         with self.threads.changed:
             if folder.state not in ENDED:
-                folder.state = FolderState.ABANDONED
+                folder.change_state(FolderState.ABANDONED)
         self._leaving.append(folder)
         self.threads.wake()
 
@@ -149,7 +150,7 @@ class FolderTier:
             if not self._make_room(folder):
                 break
             with self.threads.changed:
-                folder.state = FolderState.FETCHING
+                folder.change_state(FolderState.FETCHING)
             self.threads.wake()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from adapters.blobs import blob_key
 from cluster.messages import Adapter
 from node_agent.adapter_memory import loads
 from node_agent.adapter_memory.layout import AdapterLayout
@@ -23,17 +25,22 @@ from node_agent.engine.request import Request
 from node_agent.leases import LayerState
 from node_agent.states import (
     DEVICE_TRANSITIONS,
+    FOLDER_TRANSITIONS,
     HOST_TRANSITIONS,
     REQUEST_TRANSITIONS,
     DeviceState,
+    FolderState,
     HostState,
     IllegalTransition,
     RequestState,
     Thread,
 )
 from node_agent.types import Plan
+from node_agent.vllm import folder as folder_module
+from node_agent.vllm.folder import Folder
 from tests.node_agent.adapter_world import Turnstile, World, lease, loaded_lease, starts, until
 from tests.node_agent.test_engine import STORY, Gate
+from tests.node_agent.vllm.folder_world import BYTES, FolderWorld, put_adapter
 from tests.support.local_engine import LocalEngine, MakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +70,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     recorder.watch(loads, monkeypatch)
     recorder.watch(request_module, monkeypatch)
+    recorder.watch(folder_module, monkeypatch)
     return recorder
 
 
@@ -74,6 +82,10 @@ def copy_of(state: DeviceState) -> CopyStates:
     return CopyStates.of(1, state=state)
 
 
+def folder_in(state: FolderState) -> Folder:
+    return Folder(Adapter("digest", "", 1, (1,)), Path("folder"), state)
+
+
 def request_in(state: RequestState) -> Request:
     request = Request("r", "t", [1], 1, None, 0.0, None, False)  # type: ignore[arg-type]
     request.state = state
@@ -83,6 +95,7 @@ def request_in(state: RequestState) -> Request:
 TABLES: list[tuple[type[Enum], Any, Callable[[Any], Any], str]] = [
     (HostState, HOST_TRANSITIONS, host_of, "adapter-memory.md"),
     (DeviceState, DEVICE_TRANSITIONS, copy_of, "adapter-memory.md"),
+    (FolderState, FOLDER_TRANSITIONS, folder_in, "adapter-memory.md"),
     (RequestState, REQUEST_TRANSITIONS, request_in, "seams.md"),
 ]
 
@@ -219,6 +232,41 @@ def test_stores_make_every_transition_of_adapters_and_no_other(
     table: dict[Any, Thread] = {**HOST_TRANSITIONS, **DEVICE_TRANSITIONS}
     assert recorder.made.keys() == table.keys()
     assert all(thread in table[transition] for transition, thread in recorder.made.items())
+
+
+def test_folders_make_every_transition_and_no_other(tmp_path: Path, recorder: Recorder) -> None:
+    # a load to its end, a file that is not there, and one that is not what its name says
+    world = FolderWorld(tmp_path / "free", memory=int(1.5 * BYTES))
+    with closing(world.tier):
+        adapters = [put_adapter(world.objects, at) for at in range(4)]
+        first = world.loaded(adapters[0])
+        world.objects.delete(blob_key(adapters[1].config))
+        world.objects.put(blob_key(adapters[2].weights), b"other")
+        for adapter in adapters[1:3]:
+            folder = world.tier.load(adapter)
+            world.until(lambda: folder.failed)  # noqa: B023
+
+        # one that nobody wants any more: before its files were measured, and while there is no room
+        with world.tier.threads.changed:
+            unwanted = world.tier.load(adapters[3])
+            world.tier.drop(unwanted.digest)
+        first.holds += 1
+        waiting = world.tier.load(adapters[3])
+        world.until(lambda: world.tier.lacks_room(waiting.digest))
+        world.tier.drop(waiting.digest)
+        assert unwanted.abandoned and waiting.abandoned
+        first.holds -= 1
+
+    # and while a thread reads it
+    world = FolderWorld(tmp_path / "held", held=True)
+    with closing(world.tier):
+        folder = world.tier.load(put_adapter(world.objects, 1))
+        world.until(world.held.reading.is_set)
+        world.tier.drop(folder.digest)
+        world.held.let.set()
+        world.until(lambda: not world.files())
+
+    assert recorder.made == FOLDER_TRANSITIONS
 
 
 # --- requests
