@@ -25,14 +25,14 @@ from gateway.batches.metrics import BatchMetrics
 from gateway.batches.records import BatchRecord, BatchStore
 from gateway.batches.replies import AGAIN, FLEETING, Answer
 from gateway.batches.run import BatchRun, CheckForm, LeaseLost
-from gateway.batches.shares import PAUSE_SECONDS, Shares
 from gateway.batches.spare import SpareRows
 from gateway.catalog.callers import Callers
 from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.clocks import ChangeWatch
 from gateway.jobs.job_store import Marker, Stored
 from gateway.jobs.poller import Poller, PollResult
-from gateway.jobs.windows import Function
+from gateway.jobs.shares import Shares
+from gateway.jobs.windows import MAX_PAUSE_S, Function
 from gateway.places.places import Places, owner_now
 
 LEASE_SECONDS = 10.0
@@ -44,10 +44,13 @@ MAX_RUNS = 16
 positions."""
 MAX_READS_A_POLL = 64
 MAX_IN_FLIGHT = 512
+MAX_IN_FLIGHT_PER_TENANT = 256
 BURST = 8
 """Maximum calls that start before spare rows are counted again. Nodes report a new call with a delay."""
 TICK_SECONDS = 0.02
 IDLE_SECONDS = 0.2
+PAUSE_SECONDS = 1.0
+"""Seconds until a call that could not run is tried again, unless the error states them."""
 ATTEMPTS = 3
 
 AnswerLine = Callable[[str, Endpoint, Line, str], Awaitable[Answer]]
@@ -83,7 +86,7 @@ class BatchRunner:
         self._name, self._clock, self._unix = name, clock, unix
         self._metrics = BatchMetrics(registry)
         self._threads = LeavableThreads(places)
-        self._shares = Shares(clock)
+        self._shares = Shares(clock, at_once=MAX_IN_FLIGHT_PER_TENANT, weighted=True)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
         self._lease_watch = ChangeWatch(clock)
         self._runs: dict[Key, BatchRun] = {}
@@ -192,7 +195,7 @@ class BatchRunner:
                 async with asyncio.timeout(LEASE_SECONDS):
                     await run.release()
             del self._runs[run.key]
-            self._shares.keep(tenant for tenant, _ in self._runs)
+            self._shares.keep({tenant for tenant, _ in self._runs})
             self._metrics.running.set(len(self._runs))
 
     async def _carry(self, run: BatchRun) -> None:
@@ -230,7 +233,7 @@ class BatchRunner:
 
     async def _learn_weight(self, tenant: str) -> None:
         with suppress(NotFound):  # then its batches are gone, too
-            self._shares.of(tenant).weight = (await self._callers.account(tenant)).weight
+            self._shares.weights[tenant] = (await self._callers.account(tenant)).weight
 
     async def _insist(self, run: BatchRun, work: Callable[[], Awaitable[None]]) -> None:
         """Runs `work`, and repeats it while the store is unavailable. Raises LeaseLost if the lease expires
@@ -253,17 +256,29 @@ class BatchRunner:
         begun_before = len(self._under_way)
         room = min(BURST, MAX_IN_FLIGHT - begun_before, await self._spare(begun_before) - len(self._reading))
         for count in range(int(room)):
-            fresh = (run for run in self._runs.values() if self._clock() - run.written_at < LEASE_SECONDS / 2)
-            run = self._shares.pick(fresh)
+            run = self._next_run()
             index = None if run is None else run.next_call()
             if run is None or index is None:
                 return count
             self._start_call(run, index, answer)
         return int(room)
 
+    def _next_run(self) -> BatchRun | None:
+        """Returns the batch whose call starts next: the oldest batch of the tenant whose turn it is. Returns None if no
+        call may start."""
+        oldest: dict[str, BatchRun] = {}
+        for (tenant, batch_id), run in self._runs.items():
+            is_fresh = self._clock() - run.written_at < LEASE_SECONDS / 2
+            if not (is_fresh and run.has_calls and self._shares.may_begin(_all_functions(tenant))):
+                continue
+            if tenant not in oldest or batch_id > oldest[tenant].record.id:  # ids count down
+                oldest[tenant] = run
+        chosen = self._shares.pick(oldest)
+        return None if chosen is None else oldest[chosen]
+
     def _start_call(self, run: BatchRun, index: int, answer: AnswerLine) -> None:
-        task = asyncio.create_task(self._run_call(run, index, answer))
-        self._shares.begin_call(run.record.tenant)
+        task, functions = asyncio.create_task(self._run_call(run, index, answer)), _all_functions(run.record.tenant)
+        self._shares.begin(functions)
         owners = (run.calls, self._under_way, self._reading)
         for owner in owners:
             owner.add(task)
@@ -271,7 +286,7 @@ class BatchRunner:
         def end(_: asyncio.Task[None]) -> None:  # also runs for a task that was cancelled before it started
             for owner in owners:
                 owner.discard(task)
-            self._shares.end_call(run.record.tenant)
+            self._shares.end(functions)
             self._room.set()
 
         task.add_done_callback(end)
@@ -294,11 +309,11 @@ class BatchRunner:
             run.end("failed", BatchProblem("internal_error", "an unexpected error", number))
 
     def _settle(self, run: BatchRun, index: int, custom_id: str, answer: Answer) -> None:
-        share, tries = self._shares.of(run.record.tenant), run.attempts.get(index, 0) + 1
+        functions, tries = _all_functions(run.record.tenant), run.attempts.get(index, 0) + 1
         if answer.error in AGAIN or (answer.error in FLEETING and tries < ATTEMPTS):
-            pause = answer.retry_after or PAUSE_SECONDS
+            pause = min(answer.retry_after or PAUSE_SECONDS, MAX_PAUSE_S)
             if answer.error == "rate_limited":
-                pause = share.record_refusal(self._clock(), answer.retry_after)
+                self._shares.record_refusal(functions, pause)
             elif answer.error == "overloaded":
                 self._paused_until = self._clock() + min(pause, PAUSE_SECONDS)
             elif answer.error in FLEETING:
@@ -307,7 +322,7 @@ class BatchRunner:
             self._metrics.count_call("put_back")
         else:
             run.record_answer(index, custom_id, answer.reply)
-            share.grow()
+            self._shares.windows.record_acceptance(functions)
             self._metrics.count_call("failed" if answer.error else "completed")
 
 
@@ -355,6 +370,11 @@ def make_batches(
         places=places,
     )
     return Batches(files, records, runner)
+
+
+def _all_functions(tenant: str) -> Function:
+    """Returns the key by which the calls of all functions of a tenant share one maximum."""
+    return tenant, ""
 
 
 async def _wait(event: asyncio.Event, seconds: float, at_least: float = 0.0) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from math import inf
 from time import monotonic
@@ -13,7 +11,8 @@ from typing import Generic, NamedTuple
 
 from adapters.errors import StoreUnavailable
 from gateway.jobs.job_store import Marker, R, Stored
-from gateway.jobs.windows import Function, Windows
+from gateway.jobs.shares import Shares
+from gateway.jobs.windows import Function
 from gateway.places.places import working_for
 
 MIN_GAP_S = 0.1
@@ -81,12 +80,10 @@ class Poller(Generic[R]):
         self._kind = kind
         self._poll, self._owner, self._handle = poll, owner, handle
         self._at_once = at_once
-        self._per_tenant = at_once if per_tenant is None else per_tenant
+        self._shares = Shares(monotonic, at_once=at_once, per_tenant=per_tenant)
         self._idle_s = idle_s
         self._placeless: dict[str, Callable[[], bool]] = {}
         """Functions that return whether a job's tenant has a free place, by the id of the job that waits for one."""
-        self._active_markers: dict[str, Marker] = {}
-        self._windows = Windows(at_once, monotonic)
         self._after = ""
         self._waiting: dict[str, list[Marker]] = {}
         """Markers of jobs that the last poll listed and that have not started, by tenant."""
@@ -122,14 +119,14 @@ class Poller(Generic[R]):
             return self._idle_s  # no room until a job has ended
         if self._after:
             return MIN_GAP_S
-        opening_at = self._windows.next_opening()
+        opening_at = self._shares.windows.next_opening()
         next_at = self._next_due_at if opening_at is None else min(self._next_due_at, opening_at)
         return max(MIN_GAP_S, min(self._idle_s, next_at - monotonic()))
 
     async def _refresh(self) -> None:
         self.wake.clear()
         started = monotonic()
-        result = await self._poll(self._after, self._windows.closed())
+        result = await self._poll(self._after, self._shares.windows.closed())
         self._polled_at, self._after, self._next_due_at = monotonic(), result.after, started + result.next_in_s
         self._waiting = {
             tenant: [marker for marker in queue if marker.id not in self.active]
@@ -139,43 +136,31 @@ class Poller(Generic[R]):
         self._placeless = {id: has_place for id, has_place in self._placeless.items() if id in listed}
 
     def _may_begin_any(self) -> bool:
-        active = Counter(map(function_of, self._active_markers.values()))
-        tenants = self._active_of_tenants()
-        return any(
-            tenants[tenant] < self._per_tenant and self._first(queue, active) is not None
-            for tenant, queue in self._waiting.items()
-        )
+        return any(self._first(queue) is not None for queue in self._waiting.values())
 
     def _next(self) -> Marker | None:
         """Returns the marker of the next job to start, and removes it from the waiting ones. This is the first
         startable job of the tenant with the fewest active jobs. Returns None if no job may start."""
-        active, tenants = Counter(map(function_of, self._active_markers.values())), self._active_of_tenants()
-        first = {
-            tenant: at
-            for tenant, queue in self._waiting.items()
-            if tenants[tenant] < self._per_tenant and (at := self._first(queue, active)) is not None
-        }
-        tenant = min(first, key=lambda tenant: (tenants[tenant], random.random()), default=None)
+        first = {tenant: at for tenant, queue in self._waiting.items() if (at := self._first(queue)) is not None}
+        tenant = self._shares.pick(first)
         return None if tenant is None else self._waiting[tenant].pop(first[tenant])
 
-    def _first(self, queue: list[Marker], active: Counter[Function]) -> int | None:
-        """Returns the index in `queue` of the first job that may start; None if there is none. Its function may run one
-        more job, and its tenant has a place for it."""
-        return next((at for at, each in enumerate(queue) if self._may_begin(each, active[function_of(each)])), None)
+    def _first(self, queue: list[Marker]) -> int | None:
+        """Returns the index in `queue` of the first job that may start; None if there is none. Its function and its
+        tenant may run one more job, and its tenant has a place for it."""
+        return next((at for at, each in enumerate(queue) if self._may_begin(each)), None)
 
-    def _may_begin(self, marker: Marker, active: int) -> bool:
+    def _may_begin(self, marker: Marker) -> bool:
         has_place = self._placeless.get(marker.id)
-        return (has_place is None or has_place()) and self._windows.may_begin(function_of(marker), active)
-
-    def _active_of_tenants(self) -> Counter[str]:
-        return Counter(marker.tenant for marker in self._active_markers.values())
+        return (has_place is None or has_place()) and self._shares.may_begin(function_of(marker))
 
     def _begin(self, marker: Marker) -> None:
-        self._active_markers[marker.id] = marker
+        self._shares.begin(function_of(marker))
         task = self.active[marker.id] = asyncio.create_task(self._run(marker))
 
         def end(_: asyncio.Task[None]) -> None:
-            del self.active[marker.id], self._active_markers[marker.id]
+            del self.active[marker.id]
+            self._shares.end(function_of(marker))
             self._job_ended.set()
 
         task.add_done_callback(end)
@@ -206,9 +191,9 @@ class Poller(Generic[R]):
 
     def _record_outcome(self, marker: Marker, refused_for_s: float | None) -> None:
         if refused_for_s is None:
-            self._windows.record_acceptance(function_of(marker))
+            self._shares.windows.record_acceptance(function_of(marker))
         else:
-            self._windows.record_refusal(function_of(marker), refused_for_s)
+            self._shares.record_refusal(function_of(marker), refused_for_s)
 
     async def _rest(self, seconds: float) -> None:
         """Waits until `seconds` seconds have passed or a job has ended. While there is room for another job, a new job

@@ -161,7 +161,7 @@ def test_tenants_take_turns_by_weight(world: World) -> None:
             await until(lambda: bool(world.began))
             small = world.submit("b", ["f"] * 60)
             runner.wake()
-            await until(lambda: len(runner._runs) == 2 and runner._shares.of("b").weight == 3.0)
+            await until(lambda: len(runner._runs) == 2 and runner._shares.weights.get("b") == 3.0)
             go.set()
             await world.ended(small)
             assert not world.read(large).ended

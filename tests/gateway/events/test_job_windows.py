@@ -37,7 +37,7 @@ def test_a_flood_finds_the_limit_at_once_and_stays_near_it(limit: int) -> None:
                 windows.record_acceptance(F)
                 done += 1
             else:
-                windows.record_refusal(F, 0.0)
+                windows.record_refusal(F, 0.0, begun)
                 refused += 1
     assert done >= 0.8 * 50 * limit
     assert refused < 32 + done / 3
@@ -50,13 +50,13 @@ def test_a_function_of_which_not_one_is_let_through_waits_for_the_limit() -> Non
     for active in range(32):
         assert windows.may_begin(F, active)
     for _ in range(32):
-        windows.record_refusal(F, 3.0)
+        windows.record_refusal(F, 3.0, 32)
     assert (windows.may_begin(F, 0), windows.closed(), windows.next_opening()) == (False, frozenset({F}), 103.0)
     clock.now += 3.0
     assert (windows.may_begin(F, 0), windows.closed(), windows.next_opening()) == (True, frozenset(), None)
     assert not windows.may_begin(F, 1)
     for pause in (2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
-        windows.record_refusal(F, 0.0)
+        windows.record_refusal(F, 0.0, 1)
         assert windows.next_opening() == clock.now + pause
         clock.now += pause
     clock.now += REFUSAL_FORGOTTEN_S
