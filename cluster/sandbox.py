@@ -7,12 +7,12 @@ item, a call or a filter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import NoneType
 from typing import Any
 
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Context, LoopContext, Macro, TemplateReference, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
@@ -74,6 +74,21 @@ class PlainJoiner(Joiner):
         return "<joiner>"
 
 
+class PlainDict:
+    """Python's `dict` with no other attribute than `fromkeys`."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+    def __repr__(self) -> str:
+        return "<function>"
+
+
 _CONTAINERS: tuple[type, ...] = (
     list,
     dict,
@@ -85,7 +100,7 @@ _CONTAINERS: tuple[type, ...] = (
     type({}.values()),
     type({}.items()),
 )
-_OF_JINJA = (Undefined, Macro, LoopContext, Namespace, TemplateReference, PlainCycler, PlainJoiner)
+_OF_JINJA = (Undefined, Macro, LoopContext, Namespace, TemplateReference, PlainCycler, PlainJoiner, PlainDict)
 KNOWN = (NoneType, str, int, float, complex, bytes, type, *_CONTAINERS, *_OF_JINJA)
 """Types whose text has no address. The values in a container are those that the template has got before."""
 PLAIN = (PlainCallable, PlainIterator, PlainObject)
@@ -101,10 +116,15 @@ def plain(value: Any) -> Any:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Sandbox with trimmed blocks, loop controls, and the given filters and functions in addition to Jinja's."""
+    """Sandbox with trimmed blocks, loop controls, and the given filters, functions and tags in addition to Jinja's."""
 
-    def __init__(self, filters: Mapping[str, Callable[..., Any]], functions: Mapping[str, Callable[..., Any]]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    def __init__(
+        self,
+        filters: Mapping[str, Callable[..., Any]],
+        functions: Mapping[str, Callable[..., Any]],
+        tags: Sequence[type[Extension]] = (),
+    ) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, *tags])
         self.filters = {name: _with_plain_results(each) for name, each in {**self.filters, **filters}.items()}
         by_name = {**self.globals, **functions, "cycler": PlainCycler, "joiner": PlainJoiner}
         self.globals.update({name: plain(value) for name, value in by_name.items()})

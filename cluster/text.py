@@ -12,12 +12,19 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from cluster.chat_template import ERRORS, compile_template, render
+from cluster.base_templates import read_templates, special_tokens
+from cluster.chat_template import ERRORS, render
 from cluster.token_bytes import token_bytes
 
 SHORT_CHARACTERS = 512
 """Maximum length in characters of text that is tokenised with the GIL held. That takes less time than another thread
 would need to start."""
+
+
+REPLACEMENT = "\ufffd"
+"""Character that tokenizers emit for bytes that do not form a character (yet)."""
+CONTEXT_TOKENS = 8
+"""Number of earlier tokens with which a token is decoded. They hold more bytes than a character."""
 
 
 class TextError(ValueError):
@@ -33,22 +40,21 @@ class BaseText:
     """Tokenizer, special tokens and chat template of one base model directory."""
 
     def __init__(self, directory: Path) -> None:
-        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        """Raises TextError if the directory's tokenizer can't be used."""
+        self.tokenizer = _read_tokenizer(directory)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         settings = _read_json(directory / "tokenizer_config.json")
         config = _read_json(directory / "config.json")
-        self.special: Mapping[str, str] = {
-            name: _content(settings[name])
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if settings.get(name)
-        }
+        self.special: Mapping[str, str] = special_tokens(directory, settings)
         """Texts of the special tokens, by the names that chat templates use."""
         self.bos_id = _bos_id(self.tokenizer, self.special.get("bos_token"), config)
         self.eos_ids = end_token_ids(directory)
-        self.template = _read_template(directory, settings)
-        """Source of the base model's chat template; empty if it has none"""
-        self._template = compile_template(self.template) if self.template else None
+        self.templates = read_templates(directory, settings)
+        self.template = self.templates.source(tools=True)
+        """Source of the chat template for calls with tools; empty if the base has none"""
+        self.template_problem = self.templates.problem
+        """Reason why chats without a template of their own are refused; empty if the base's template works"""
         self._token_bytes = token_bytes(self.tokenizer)
         self._added = _added_tokens(self.tokenizer)
 
@@ -89,6 +95,27 @@ class BaseText:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
+    def token_offsets(self, token_ids: Sequence[int], text: str, *, skip_special: bool) -> list[int]:
+        """Returns the number of characters of `text`, the text of all tokens, before each token. Tokens that together
+        are one character have the same."""
+        offsets: list[int] = []
+        window: list[int] = []
+        at = shown = 0
+        for token_id in token_ids:
+            offsets.append(at)
+            window.append(token_id)
+            decoded = self.tokenizer.decode(window, skip_special_tokens=skip_special)
+            is_whole = not decoded.endswith(REPLACEMENT)
+            if is_whole:
+                at, shown = at + len(decoded) - shown, len(decoded)
+            if is_whole and len(window) >= 2 * CONTEXT_TOKENS:
+                window = window[-CONTEXT_TOKENS:]
+                shown = len(self.tokenizer.decode(window, skip_special_tokens=skip_special))
+        if at != len(text):  # the tokenizer has changed the text before it was tokenised
+            stated = self.tokenizer.encode(text).offsets
+            offsets = [begin for begin, _ in stated] if len(stated) == len(offsets) else offsets
+        return [min(offset, len(text)) for offset in offsets]
+
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Returns each token as written in the vocabulary. Raises TextError for an unknown token id."""
         tokens: list[str] = []
@@ -114,12 +141,12 @@ class BaseText:
         `answer`, `continues`, `variables`: as in cluster.chat_template.render. `special`: also add the special tokens
         that a raw prompt gets, before and after the text. Raises TextError, and TextTooLong as `encode_prompt` does.
         """
-        if self._template is None:
-            raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
+        template = self.templates.template(tools=bool((variables or {}).get("tools")))
+        if template is None:
+            problem = self.template_problem or "the base model has no chat template"
+            raise TextError(f"{problem}; send `prompt` instead of `messages`, or set defaults.chat_template")
         try:
-            text = render(
-                self._template, messages, self.special, answer=answer, continues=continues, variables=variables
-            )
+            text = render(template, messages, self.special, answer=answer, continues=continues, variables=variables)
         except ERRORS as error:
             raise TextError(f"the chat template refused the messages: {error}") from error
         return self._ids(text, limit, special=special)
@@ -141,17 +168,29 @@ class BaseText:
         return ids or [self.bos_id]
 
 
+def _read_tokenizer(directory: Path) -> Tokenizer:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise TextError(
+            f"{directory} has no tokenizer.json; fetch it, or write it with transformers: "
+            "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+        )
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise TextError(f"{file} is no tokenizer that can be read: {error}") from None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    value = json.loads(path.read_bytes())
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise TextError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
         raise TextError(f"{path} does not hold a JSON object")
     return value
-
-
-def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
 
 
 def _added_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
@@ -178,12 +217,3 @@ def end_token_ids(directory: Path) -> frozenset[int]:
         if value is not None:
             ids.update(value if isinstance(value, list) else [value])
     return frozenset(ids)
-
-
-def _read_template(directory: Path, settings: dict[str, Any]) -> str:
-    """Returns the source of the base model's chat template; empty if it has none."""
-    file = directory / "chat_template.jinja"
-    source = file.read_text() if file.exists() else settings.get("chat_template")
-    if isinstance(source, list):  # several named templates: use the one named default
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    return source or ""

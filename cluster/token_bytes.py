@@ -1,14 +1,21 @@
-"""Bounds on the text that one token can represent. With them, text that is certainly too long for a context is refused
-without tokenising it."""
+"""Bytes of single tokens, and bounds on the text that one token can represent.
+
+With the bounds, text that is certainly too long for a context is refused without tokenising it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer
+
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+"""Token of a single byte, in vocabularies of characters."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,30 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     if model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         return TokenBytes(max([1, *(len(token.encode()) for token in vocabulary), *added_bytes]))
     return None
+
+
+def part_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Returns the bytes of a token that has a part of a character; empty if the tokenizer does not tell them."""
+    token = tokenizer.id_to_token(token_id) or ""
+    if fallback := _FALLBACK.fullmatch(token):
+        return bytes.fromhex(fallback[1])
+    values = _byte_values()
+    if not _decodes_bytes(tokenizer) or not all(letter in values for letter in token):
+        return b""
+    return bytes(values[letter] for letter in token)
+
+
+def _decodes_bytes(tokenizer: Tokenizer) -> bool:
+    """Returns whether the letters of the tokenizer's tokens are bytes."""
+    if tokenizer.decoder is None:
+        return False
+    settings = json.loads(tokenizer.decoder.__getstate__())
+    return any(each["type"] == "ByteLevel" for each in settings.get("decoders", [settings]))
+
+
+@cache
+def _byte_values() -> dict[str, int]:
+    return {letter: byte for byte, letter in enumerate(_byte_letters())}
 
 
 def _byte_letters() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.threads import StoreThreads
 from gateway.events.destinations import Destinations
 from gateway.opened import Opened
+
+log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,9 @@ def make_records(opened: Opened) -> Records:
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     functions = Functions(config, registry, threads, monotonic, name_watch.confirmed, pools["rebuilds"])
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
+    text = BaseText(Path(config.model_dir))
+    if text.template_problem:
+        log.warning("chats with the base's template are refused", extra={"reason": text.template_problem})
     return Records(
         registry=registry,
         tenants=tenants,
@@ -54,7 +60,7 @@ def make_records(opened: Opened) -> Records:
         name_watch=name_watch,
         functions=functions,
         callers=callers,
-        text=BaseText(Path(config.model_dir)),
+        text=text,
         destinations=Destinations(
             functions=functions,
             callers=callers,

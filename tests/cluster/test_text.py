@@ -138,3 +138,23 @@ def test_prompts_are_truncated_as_transformers_does(
 @lru_cache
 def _left_truncating(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, truncation_side="left")
+
+
+@given(prompt=st.text("ab \u00e9\u20ac\U0001f600\n", min_size=1, max_size=60))
+def test_offsets_of_tokens_are_the_lengths_of_the_texts_before(
+    both: tuple[BaseText, Any], smollm_dir: Path, prompt: str
+) -> None:
+    """Of a tokenizer of words and bytes, and of a byte-level one. A part of a character has no text yet."""
+    for text in (both[0], _of(smollm_dir)):
+        ids = text.encode_prompt(prompt)
+        expected = [0]
+        for end in range(1, len(ids)):
+            before = text.tokenizer.decode(ids[:end], skip_special_tokens=True)
+            expected.append(expected[-1] if before.endswith("\ufffd") else len(before))
+        whole = text.tokenizer.decode(ids, skip_special_tokens=True)
+        assert text.token_offsets(ids, whole, skip_special=True) == expected
+
+
+@lru_cache
+def _of(directory: Path) -> BaseText:
+    return BaseText(directory)
