@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +9,20 @@ from typing import Any
 
 import msgspec
 
-from adapters.model_families import FAMILIES, ModelFamily
+from adapters.base_files import UnsupportedBase as UnsupportedBase
+from adapters.base_files import fingerprint as fingerprint
+from adapters.base_files import pointer_problem
+from adapters.model_families import FAMILIES, ROPE_TYPES, ModelFamily
 from adapters.modules import PROJECTIONS as PROJECTIONS
 from adapters.modules import Module, Modules, family_modules
 
-
-class UnsupportedBase(ValueError):
-    """The directory does not contain a base model that Garnish can serve."""
+NUMBERS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+"""Fields of config.json that each family needs."""
+MODALITIES = {"vision_config": "images", "audio_config": "sound"}
+"""Fields of config.json that only models of more than text have."""
 
 
 class OtherFamily(UnsupportedBase):
@@ -111,13 +116,46 @@ def read_family_config(directory: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(config_file.read_bytes())
         model_type = config.get("model_type")
     except (OSError, ValueError, AttributeError) as error:
-        raise UnsupportedBase(f"{config_file}: not a readable config.json ({error})") from error
+        pointer = config_file.is_file() and pointer_problem(config_file)
+        raise UnsupportedBase(f"{config_file}: {pointer or f'not a readable config.json ({error})'}") from error
     if model_type not in FAMILIES:
         raise OtherFamily(
-            f"{config_file}: Garnish's own engine does not serve model_type {model_type!r}; it serves "
-            f"{', '.join(FAMILIES)}. vLLM may serve it: set node.engine: vllm in the service file"
+            f"{config_file}: Garnish's own engine does not serve model_type {model_type!r} ({_kind(config)}); it "
+            f"serves {', '.join(FAMILIES)}. vLLM may serve it: set node.engine: vllm in the service file"
         )
+    missing = [name for name in NUMBERS if not isinstance(config.get(name), int)]
+    if missing:
+        raise UnsupportedBase(f"{config_file}: {', '.join(missing)} must be numbers, as in a {model_type} of the Hub")
     return config
+
+
+def check_own_engine(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedBase if our own engine can't compute this base model of one of its families."""
+    instead = "vLLM may serve it: set node.engine: vllm in the service file"
+    config_file = directory / "config.json"
+    quantised = config.get("quantization_config") or config.get("compression_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise UnsupportedBase(
+            f"{config_file}: the weights are quantised ({method or 'bitsandbytes'}), and Garnish's own engine reads "
+            f"float32, float16 and bfloat16; name a directory with the original weights. {instead}"
+        )
+    ropes = [config.get(name) for name in ("rope_scaling", "rope_parameters")]
+    types = [rope.get("rope_type") or rope.get("type") or "default" for rope in ropes if isinstance(rope, dict)]
+    rope_type = next((each for each in types if each not in ROPE_TYPES), None)
+    if rope_type is not None:
+        raise UnsupportedBase(
+            f"{config_file}: rope_type {rope_type!r} is not served by Garnish's own engine; it serves "
+            f"{', '.join(ROPE_TYPES)}. {instead}"
+        )
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    """Returns a text about what the model is."""
+    architectures = config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else "of no named architecture"
+    modes = [text for key, text in MODALITIES.items() if key in config]
+    return f"{name[:100]}, which also reads {' and '.join(modes)}" if modes else name[:100]
 
 
 def projection_widths(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -136,27 +174,3 @@ def head_dim(config: Mapping[str, Any]) -> int:
 def kv_elements(num_layers: int, widths: tuple[tuple[int, int], ...]) -> int:
     """Returns the number of key and value elements of one token in the KV cache, over all layers."""
     return num_layers * (widths[1][1] + widths[2][1])
-
-
-def fingerprint(directory: Path) -> str:
-    """Returns the SHA-256 (hex) over config.json and all weight files. It is cached in `.garnish-fingerprint.json` in
-    the directory. Raises UnsupportedBase if there are no weight files."""
-    files = sorted([directory / "config.json", *directory.glob("*.safetensors")])
-    if len(files) < 2:
-        raise UnsupportedBase(f"{directory}: no *.safetensors weight files")
-    stamp = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    memo = directory / ".garnish-fingerprint.json"
-    try:
-        cached = json.loads(memo.read_bytes())
-        if cached["stamp"] == stamp:
-            return str(cached["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no cached fingerprint, or a damaged one: hash again
-    sha256 = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            sha256.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
-    value = sha256.hexdigest()
-    with contextlib.suppress(OSError):  # in a read-only directory each start hashes again
-        memo.write_text(json.dumps({"stamp": stamp, "fingerprint": value}))
-    return value

@@ -38,6 +38,9 @@ class ModelFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Projections that PEFT adapts when a config names none; empty: PEFT requires the config to name some."""
 
 
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that our own engine computes: their frequencies do not depend on the lengths of sequences in the
+batch."""
 ATTENTION_BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("q", "k", "v", "o")}
 
 LLAMA = ModelFamily(model_type="llama", bias_keys={**ATTENTION_BIAS, "mlp_bias": ("gate", "up", "down")})

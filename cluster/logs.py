@@ -18,6 +18,8 @@ from cluster.printable import printable
 
 CAPACITY = "capacity"
 """Message of the log line in which a warm engine reports its capacity."""
+CAN_NOT_START = " can't start"
+"""End of the message of a log line whose `reason` says why a process can't start. Its later errors only follow."""
 SETTING = "GARNISH_LOG"
 """Environment variable; `json` selects JSON on a terminal too."""
 SERVERS = ("gunicorn.error", "uvicorn.error")

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.logs import CAPACITY, readable, wants_colour
+from cluster.logs import CAN_NOT_START, CAPACITY, readable, wants_colour
 from cluster.printable import printable
 from garnish.errors import FrontDoorError
 from gateway.calls.trace_log import CALL, Call
@@ -193,17 +193,27 @@ def end_reason(log: Path) -> str | None:
 
 
 class _Problems:
-    """Last problem of each process in a log. A restart of a process clears its problem."""
+    """Last problem of each process in a log. A restart of a process clears its problem.
+
+    After the reason why a process can't start, its later problems only follow from that, and are not kept.
+    """
 
     def __init__(self) -> None:
         self.last: str | None = None
         self.ended: str | None = None
         self._of: dict[str, str] = {}
+        self._refusing = set[str]()
+        """Processes that have said why they can't start."""
 
-    def record(self, process: str, problem: str) -> None:
+    def record(self, process: str, problem: str, *, is_refusal: bool = False) -> None:
+        if process in self._refusing and not is_refusal:
+            return
+        if is_refusal:
+            self._refusing.add(process)
         self.last = self._of[process] = problem[:500]
 
     def started(self, process: str) -> None:
+        self._refusing -= {process, UNKNOWN}
         former = {self._of.pop(process, None), self._of.pop(UNKNOWN, None)}
         if self.last in former:
             self.last = None
@@ -226,7 +236,8 @@ def _read(lines: list[str]) -> _Problems:
         elif entry.get("level") == "error":
             trace = str(entry.get("exception", "")).strip().splitlines()
             parts = [entry.get("message"), entry.get("reason"), *trace[-1:]]
-            problems.record(str(entry.get("process", UNKNOWN)), ": ".join(str(part) for part in parts if part))
+            problem, refusal = ": ".join(str(part) for part in parts if part), str(entry.get("message"))
+            problems.record(str(entry.get("process", UNKNOWN)), problem, is_refusal=refusal.endswith(CAN_NOT_START))
     return problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 
-from cluster.logs import set_up_logging
+from cluster.logs import CAN_NOT_START, set_up_logging
 from node_agent.child import die_with_parent, read_config
 from node_agent.config import EngineProcessConfig
 from node_agent.engine_channel import WakeUp
@@ -43,4 +43,4 @@ def log_failed_start(error: Exception) -> None:
     """Logs why the engine can't start; the node shows the log's last error as its reason. Unexpected errors are logged
     with their stack trace. After a ValueError another start would fail, too."""
     extra = {"reason": str(error) or type(error).__name__, "permanent": isinstance(error, ValueError)}
-    log.error("engine can't start", extra=extra, exc_info=not isinstance(error, (ValueError, OSError)))
+    log.error(f"engine{CAN_NOT_START}", extra=extra, exc_info=not isinstance(error, (ValueError, OSError)))

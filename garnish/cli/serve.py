@@ -45,6 +45,7 @@ def up(
 
 def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:
     """Run the gateway without nodes; start nodes with `garnish node`."""
+    from garnish.base_check import check_base
     from garnish.base_manifests import try_manifest
     from garnish.config import load_service_file
     from garnish.settings import gateway_config, resolve_base
@@ -55,6 +56,7 @@ def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host 
     service = load_service_file(file)
     with state_directory(state) as directory:
         base = resolve_base(service)
+        check_base(base.directory, service.node.engine)  # the gateway logs its warning
         config = gateway_config(service, base, directory, host=host, port=port)
         check_port(config.host, config.port)
         check_shared(config)
@@ -76,15 +78,18 @@ def node(
     pool: Annotated[str, typer.Option("--pool", help="The node pool that it belongs to.")] = "",
 ) -> None:
     """Run one node, which reports to a gateway."""
+    from garnish.base_check import check_base
     from garnish.config import load_service_file
     from garnish.settings import SERVICE_STOP_SECONDS, node_config, resolve_base
     from garnish.up.prepare import check_secret
     from node_agent.supervisor import run
 
     service = load_service_file(file)
+    base = resolve_base(service)
+    check_base(base.directory, service.node.engine)
     config = node_config(
         service,
-        resolve_base(service),
+        base,
         state.absolute(),
         node_id=node_id or socket.gethostname(),
         gateway_url=gateway_url,

@@ -19,6 +19,7 @@ from adapters.slo import Slo
 from adapters.tenants import FILE_BYTES, Limits, Tenants
 from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
+from garnish.base_check import check_base
 from garnish.base_manifests import ensure_manifest
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.credentials import (
@@ -32,6 +33,7 @@ from garnish.credentials import (
     write_credentials,
 )
 from garnish.errors import GarnishError, StartError
+from garnish.places import path_problem
 from garnish.service_file import Tenant
 from garnish.settings import (
     UP_STOP_SECONDS,
@@ -81,11 +83,15 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     credentials: Credentials
     new_keys: dict[str, str]
     deployments: tuple[Deployment, ...]
+    warning: str
+    """Text about a part of the service that will refuse calls; empty if there is none."""
 
 
 @contextmanager
 def state_directory(state: Path) -> Iterator[Path]:
     """Yields the directory (mode 0700), locked by this process. Raises StartError if that fails."""
+    if problem := path_problem(str(state)):
+        raise StartError(f"--state: {problem}")
     state = state.absolute()
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,6 +118,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     """
     service = load_service_file(options.file)
     base = resolve_base(service)
+    warning = check_base(base.directory, service.node.engine)
     gateway = gateway_config(
         service, base, state, host=options.host, port=options.port, shutdown_seconds=options.stop_seconds
     )
@@ -143,6 +150,7 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
         credentials=credentials,
         new_keys=new_keys,
         deployments=tuple(_deployments(service, folders, credentials)),
+        warning=warning,
     )
 
 

@@ -48,6 +48,8 @@ def up(options: UpOptions, screen: Screen) -> int:
         screen.progress(f"reading {options.file}")
         prepared = prepare(options, state)
         screen.end_progress()
+        if prepared.warning:
+            screen.notice(prepared.warning)
         logging.getLogger(supervisor.__name__).disabled = True  # `on_end` shows its messages on the screen instead
         return _serve(prepared, screen)
 

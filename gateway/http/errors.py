@@ -107,7 +107,7 @@ def is_unexpected(error: BaseException) -> bool:
 
 def _from_starlette(error: HTTPException) -> ServiceError:
     if error.status_code == 404:
-        return ServiceError("not_found", "no such route")
+        return ServiceError("not_found", str(error.detail))
     if error.status_code == 405:
         return ServiceError("method_not_allowed", "the route exists, but not with this method")
     return ServiceError("invalid_request", str(error.detail))

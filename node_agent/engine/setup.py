@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from adapters.base_model import BaseModel, load_base_model
+from adapters.base_model import BaseModel, check_own_engine, load_base_model, read_family_config
 from adapters.open_store import open_store
 from cluster.messages import GenerateRequest, Sampling
 from cluster.text import end_token_ids
@@ -73,6 +73,7 @@ def build_engine(
     threads = config.threads or default_threads(Path(config.model_dir), config.host_nodes)
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
+    check_own_engine(Path(config.model_dir), read_family_config(Path(config.model_dir)))
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise ValueError(f"dtype: {config.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
     settings = RunnerSettings(

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from adapters.base_model import head_dim, projection_widths
-from adapters.model_families import FAMILIES
+from adapters.model_families import FAMILIES, ROPE_TYPES
 from node_agent.device import record_event
 from node_agent.device_event import ENDED, Event
 from node_agent.runner.attention import paged_attention, plan_attention
@@ -28,9 +28,6 @@ from node_agent.types import PassLora, RunnerSettings, StepBatch, StepOutput
 
 ATTENTION = "garnish_paged"
 LoadModel = Callable[[Path, torch.device, torch.dtype | None], PreTrainedModel]
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the lengths of sequences in the batch."""
 
 
 def register_attention() -> None:

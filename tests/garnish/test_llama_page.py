@@ -8,14 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from adapters.base_model import PROJECTIONS, BaseModel, projection_widths
-from adapters.model_families import FAMILIES
+from adapters.model_families import FAMILIES, ROPE_TYPES
 from garnish.errors import StartError
 from garnish.up import prepare
 from gateway.config import GatewayConfig
 from node_agent.adapter_memory.layout import ROW_ALIGN, lay_out_uniform
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.gpu.devices import Gpu
-from node_agent.runner.transformers_runner import ROPE_TYPES
 from node_agent.vllm.arguments import host_gpus
 from tests.support.llama_page import PAGE, llama_services
 

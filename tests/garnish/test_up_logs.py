@@ -64,6 +64,17 @@ def test_each_process_of_a_node_has_its_own_reason(log: Path) -> None:
     assert (end_reason(log), times_ended(log)) == (None, 2)
 
 
+def test_what_follows_a_reason_is_none(log: Path) -> None:
+    """As a gateway whose worker can't start logs it."""
+    say(log, "gateway", "gateway can't start", error=True, reason="no tokenizer.json")
+    say(log, "gateway", "Application startup failed. Exiting.", error=True)
+    say(log, "gateway", "Reason: Worker failed to boot.", error=True)
+    assert last_problem(log) == "gateway can't start: no tokenizer.json"
+    say(log, "supervisor", "child started", child="gateway")
+    say(log, "gateway", "another", error=True)
+    assert last_problem(log) == "another"
+
+
 @pytest.mark.parametrize("permanent", [True, False])
 def test_a_start_ends_at_a_refusal_or_after_three_crashes(log: Path, permanent: bool) -> None:
     say(log, "engine", "engine can't start", error=True, reason="out of memory", permanent=permanent)
