@@ -7,6 +7,7 @@ success.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Collection
@@ -24,6 +25,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from adapters.errors import StoreFull, StoreUnavailable
+from adapters.s3_hints import advice
 from adapters.store import Arrived
 
 T = TypeVar("T")
@@ -39,6 +41,12 @@ FULL = ("XMinioStorageFull", "QuotaExceeded", "InsufficientStorage")
 """Error codes of servers without room; Amazon's has none."""
 NOT_DONE = ("SlowDown", "ServiceUnavailable", "RequestTimeout", *CONFLICTS)
 """Error codes of requests that S3 did not perform, and that may succeed later."""
+WRITES = ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")
+"""Calls that have checksums in headers and trailers. Some S3-compatible servers refuse those that they don't know."""
+REFUSES_HEADERS = (400, 411, 501)
+"""HTTP statuses with which servers refuse such headers; so is 403 for a signature that does not match."""
+
+log = logging.getLogger(__name__)
 
 
 class S3Limits(msgspec.Struct, frozen=True):
@@ -92,9 +100,14 @@ class S3Calls:
             self.client = make_client(limits)
         except (BotoCoreError, ValueError) as error:
             raise StoreUnavailable(f"no S3 client can be made ({type(error).__name__}): {error}") from error
+        self._has_checksums = True
+        """False: the server has refused checksums, and writes without them."""
         self._server_clock: tuple[float, float] | None = None
         """Last Unix time that the server reported, and `time.monotonic()` at that moment."""
-        self.client.meta.events.register("after-call.s3", self._record_time)
+        self._record_times(self.client)
+
+    def _record_times(self, client: Any) -> None:
+        client.meta.events.register("after-call.s3", self._record_time)
 
     def server_time(self) -> float:
         """Returns the Unix time by the server's clock, from the Date header of its answers. Without that header,
@@ -124,15 +137,37 @@ class S3Calls:
             try:
                 return work(self.client)
             except FAILURES as error:
+                if self._has_checksums and _may_refuse_checksums(error):
+                    return self._run_without_checksums(work, deadline, answers)
                 doubt = self._judge(error, answers, doubt)
                 pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
                 if attempt == self.limits.attempts or time.monotonic() + pause > deadline:
                     raise StoreUnavailable(
                         f"bucket {self.bucket} gave no valid answer in {attempt} attempts; "
-                        f"the last one: {describe(error)}"
+                        f"the last one: {describe(error)}{advice(error)}"
                     ) from error
             time.sleep(pause)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _run_without_checksums(self, work: Callable[[Any], T], deadline: float, answers: Collection[int]) -> T:
+        """Does what `run` does, without checksums in the requests. If the server takes that, later calls have none,
+        either; otherwise they keep them."""
+        with_checksums, self._has_checksums = self.client, False
+        self.client = make_client(self.limits, checksums="when_required")
+        self._record_times(self.client)
+        try:
+            result = self.run(work, deadline, answers)
+        except StoreUnavailable:
+            self.client, self._has_checksums = with_checksums, True
+            raise
+        except Refused:  # by the condition of a write, which the server has read
+            self._log_without_checksums()
+            raise
+        self._log_without_checksums()
+        return result
+
+    def _log_without_checksums(self) -> None:
+        log.warning("the S3 store refuses checksums in requests, and gets none", extra={"bucket": self.bucket})
 
     def _judge(self, error: Exception, answers: Collection[int], doubt: bool) -> bool:
         """Returns whether this or an earlier attempt of the call may have taken effect. Raises Refused or
@@ -146,19 +181,27 @@ class S3Calls:
             if status == 507 or code in FULL:
                 raise StoreFull(f"bucket {self.bucket} has no room: {describe(error)}") from error
             if status < 500 or status == 501:
-                hint = "; set this host's clock" if code == "RequestTimeTooSkewed" else ""
-                raise StoreUnavailable(f"bucket {self.bucket} refuses the request: {describe(error)}{hint}") from error
+                why = f"{describe(error)}{advice(error)}"
+                raise StoreUnavailable(f"bucket {self.bucket} refuses the request: {why}") from error
             return True
         if isinstance(error, (aws.EndpointConnectionError, aws.ConnectTimeoutError)):
             return doubt  # nothing was sent
         if isinstance(error, BotoCoreError) and not isinstance(error, MAY_PASS):
-            raise StoreUnavailable(f"bucket {self.bucket} can't be used: {describe(error)}") from error
+            raise StoreUnavailable(f"bucket {self.bucket} can't be used: {describe(error)}{advice(error)}") from error
         return True
 
 
-def make_client(limits: S3Limits) -> Any:
+def _may_refuse_checksums(error: Exception) -> bool:
+    """Returns whether the server may have refused a write for its checksum."""
+    if not isinstance(error, ClientError) or error.operation_name not in WRITES:
+        return False
+    status, code = status_and_code(error)
+    return (status in REFUSES_HEADERS and code not in NOT_DONE) or code == "SignatureDoesNotMatch"
+
+
+def make_client(limits: S3Limits, checksums: str | None = None) -> Any:
     """Returns an S3 client, configured by boto3's chain of credentials, profile, region and endpoint
-    (AWS_ENDPOINT_URL_S3)."""
+    (AWS_ENDPOINT_URL_S3). `checksums`: when requests have them, in botocore's words; None: as configured."""
     settings = botocore.session.get_session()
     session = boto3.session.Session(botocore_session=settings)
     options: dict[str, Any] = {
@@ -170,6 +213,8 @@ def make_client(limits: S3Limits) -> Any:
         # Bodies are read as they arrive, and those that matter have a separate SHA-256.
         "response_checksum_validation": "when_required",
     }
+    if checksums is not None:
+        options["request_checksum_calculation"] = checksums
     client = session.client("s3", config=Config(**options))
     chosen = (settings.get_scoped_config().get("s3") or {}).get("addressing_style")
     if chosen is None and not _is_aws(client.meta.endpoint_url):

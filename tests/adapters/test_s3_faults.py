@@ -28,9 +28,11 @@ from adapters.errors import (
 )
 from adapters.open_store import open_checked_store
 from adapters.s3_calls import S3Limits
+from adapters.s3_probe import check_conditions
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
 from gateway.http.errors import to_service_error
+from tests.support.ports import free_port
 from tests.support.s3_proxy import Fault, Proxy
 
 LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=4, part=5 << 20)
@@ -416,3 +418,65 @@ def test_a_bucket_without_room_is_full(
         proxy.faults = []
         assert not direct.list("")
     assert not uploads(direct)
+
+
+def test_a_store_that_refuses_checksums_gets_none(
+    s3_endpoint: str, place: S3Place, direct: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The probe tries without, says so, and later writes have none, either: whole ones and those in parts."""
+    with Proxy(s3_endpoint, unknown=("x-amz-checksum-", "x-amz-sdk-checksum", "x-amz-trailer")) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        store = open_checked_store(f"s3://{place.bucket}/{place.prefix}")
+        assert isinstance(store, S3Store)
+        assert [record.message for record in caplog.records if "checksums" in record.message] == [
+            "the S3 store refuses checksums in requests, and gets none"
+        ]
+        proxy.requests.clear()
+        store.put("small", b"1")
+        assert len(proxy.requests) == 1, "nothing is tried twice any more"
+        store.put_if_absent("large", bytes(9 << 20))
+    assert direct.get("small").data == b"1"
+    assert direct.get("large").data == bytes(9 << 20)
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        (Fault("refuse", "PUT", ALWAYS, 403, "AccessDenied"), "PutObject was answered 403.*allow s3:PutObject"),
+        (Fault("refuse", "GET", ALWAYS, 403, "AccessDenied"), "GetObject was answered 403.*allow s3:GetObject"),
+        (Fault("refuse", "DELETE", ALWAYS, 403, "AccessDenied"), "allow s3:DeleteObject"),
+        (Fault("refuse", "uploads", ALWAYS, 403, "AccessDenied"), "CreateMultipartUpload.*allow s3:PutObject"),
+        (Fault("refuse", "", ALWAYS, 400, "AuthorizationHeaderMalformed"), "set AWS_REGION to the bucket's region"),
+        (Fault("refuse", "", ALWAYS, 403, "RequestTimeTooSkewed"), "set this host's clock"),
+        (Fault("refuse", "", ALWAYS, 403, "SignatureDoesNotMatch"), "check the secret key"),
+        (Fault("refuse", "", ALWAYS, 403, "InvalidAccessKeyId"), "does not know this access key"),
+        (Fault("refuse", "", ALWAYS, 403, "SecondLevelDomainForbidden"), "addressing_style = virtual"),
+        (Fault("refuse", "", ALWAYS, 404, "NoSuchBucket"), "make the bucket"),
+    ],
+    ids=lambda value: value.code if isinstance(value, Fault) else "",
+)
+def test_each_cause_of_a_failed_probe_has_its_line(proxy: Proxy, store: S3Store, fault: Fault, advice: str) -> None:
+    proxy.faults = [fault]
+    with pytest.raises(StoreUnavailable, match=advice) as failed:
+        check_conditions(store)
+    assert "\n" not in str(failed.value)
+    assert store.calls._has_checksums, "they were not the reason"
+
+
+def test_causes_on_the_way_to_the_store_have_their_lines(
+    s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def failure(**environment: str) -> str:
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            store = S3Store(S3Place("garnish-tests"), S3Limits(connect=2.0, read=2.0, call=2.0, attempts=1))
+            with pytest.raises(StoreUnavailable) as failed:
+                check_conditions(store)
+            return str(failed.value)
+
+    nobody = f"http://127.0.0.1:{free_port()}"
+    assert "check AWS_ENDPOINT_URL_S3" in failure(AWS_ENDPOINT_URL_S3=nobody)
+    assert "HTTP_PROXY names a proxy that does not answer" in failure(
+        AWS_ENDPOINT_URL_S3="http://store.invalid", HTTP_PROXY=nobody
+    )

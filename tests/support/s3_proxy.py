@@ -42,6 +42,8 @@ class Proxy:
     upstream: str
     ignored: tuple[str, ...] = ()
     """Request headers, in lower case, that the server never sees."""
+    unknown: tuple[str, ...] = ()
+    """Beginnings of request headers, in lower case, with which a request is refused."""
     faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     """"METHOD /path?query" of each, in the order of their arrival."""
@@ -87,6 +89,8 @@ class Proxy:
                 await reader.read()  # until the client goes
                 return None
             body = await reader.readexactly(int(named.get("content-length", 0)))
+            if any(name.startswith(self.unknown) for name in named) and self.unknown:
+                return writer.write(_error(Fault("refuse", status=501, code="NotImplemented")))
             if fault.kind == "refuse":
                 return writer.write(_error(fault))
             dropped = {"connection", "expect", *self.ignored, *(["range"] if fault.kind == "whole" else [])}
