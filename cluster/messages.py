@@ -155,14 +155,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     top: list[TopLogprob] = []
     rank: int = 0
     """Rank of a prompt token in the full vocabulary; 1 is the likeliest. 0: not requested."""
+    offset: int = 0
+    """Number of characters of the generated text before the token; 0 for a token of the prompt."""
+    part: bytes = b""
+    """UTF-8 bytes of a token with a part of a character, whose text does not show them; empty for other tokens."""
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Log probability of one of the most likely tokens."""
 
     token: str
     token_id: int
     logprob: float
+    part: bytes = b""
+    """As in TokenLogprob."""
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omit_defaults=True):

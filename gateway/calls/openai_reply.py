@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from itertools import accumulate
 
 import msgspec
 
 from cluster.errors import ServiceError
-from cluster.messages import Done, Token, TokenLogprob
+from cluster.messages import Done, Token, TokenLogprob, TopLogprob
 from gateway.api import openai_schema as openai
 from gateway.calls.answers import AnswerForm, AnswerParser, AnswerPiece, Reasoning
 from gateway.calls.dispatch import Generation, events_of
@@ -110,7 +109,7 @@ def _completion(head: Head, index: int, outcome: Outcome) -> openai.CompletionCh
         index,
         (echo.text if echo else "") + outcome.text,
         finish_reason(outcome.done),
-        _completion_logprobs(head, entries, 0, echo),
+        _completion_logprobs(head, entries, echo),
         outcome.done.stop_reason,
         _prompt_logprobs(head, outcome),
     )
@@ -141,8 +140,6 @@ class _StreamedChoices:
         self._head, self._index, self._generation = head, index, generation
         self._is_begun = False
         self.parser = head.parser(index) if head.form is not None else None
-        self._offset = 0
-        """Number of characters in all preceding tokens of the generation."""
         self.completed = 0
         """Number of completion tokens in the chunks up to the latest one."""
 
@@ -151,24 +148,22 @@ class _StreamedChoices:
         head, index = self._head, self._index
         if not self._is_begun:
             self._is_begun = True
-            choice, self._offset = _first_choice(head, index, self._generation.prompt_logprobs)
+            choice = _first_choice(head, index, self._generation.prompt_logprobs)
             if choice:
                 yield choice
         if isinstance(event, Token):
             self.completed += len(event.token_ids)
             if self.parser is None:
-                yield _token_choice(head, index, event, self._offset)
+                yield _token_choice(head, index, event)
             else:
                 pieces = self.parser.feed(event.text, len(event.token_ids))
                 yield from _piece_choices(index, pieces, _chat_logprobs(head, event.logprobs))
-            # Counted by tokens, as in a full reply, because text may be held back.
-            self._offset += sum(len(entry.token) for entry in event.logprobs)
         else:
             self.completed = event.completion_tokens
             if self.parser is not None:
                 yield from _piece_choices(index, self.parser.feed(event.text, 0, last=True), None)
             elif event.text:
-                yield _token_choice(head, index, Token(event.text, [], event.completion_tokens), self._offset)
+                yield _token_choice(head, index, Token(event.text, [], event.completion_tokens))
             yield _last_choice(head, index, event, called=self.parser is not None and self.parser.calls > 0)
 
 
@@ -199,25 +194,25 @@ def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int
     return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(0))
 
 
-def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> tuple[StreamedChoice | None, int]:
-    """Returns the choice that is sent before the first token, or None. Also returns the number of characters of the
-    tokens in its logprobs."""
+def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> StreamedChoice | None:
+    """Returns the choice that is sent before the first token, or None."""
     if head.chat:
-        return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None), 0
+        return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None)
     echo = head.echo_of(index)
     if echo is None:
-        return None, 0
-    entries = _echoed_tokens(head, scored)
-    logprobs = _completion_logprobs(head, entries, 0, echo)
-    size = len(echo.first_token) + sum(len(entry.token) for entry in entries) if head.logprobs else 0
-    return openai.CompletionChoice(index, echo.text, None, logprobs), size
+        return None
+    return openai.CompletionChoice(
+        index, echo.text, None, _completion_logprobs(head, _echoed_tokens(head, scored), echo)
+    )
 
 
-def _token_choice(head: Head, index: int, event: Token, offset: int) -> StreamedChoice:
+def _token_choice(head: Head, index: int, event: Token) -> StreamedChoice:
     if head.chat:
         delta = openai.Delta(content=event.text)
         return openai.ChunkChoice(index, delta, None, _chat_logprobs(head, event.logprobs))
-    return openai.CompletionChoice(index, event.text, None, _completion_logprobs(head, event.logprobs, offset))
+    echo = head.echo_of(index)
+    logprobs = _completion_logprobs(head, event.logprobs, begin=len(echo.text) if echo else 0)
+    return openai.CompletionChoice(index, event.text, None, logprobs)
 
 
 def _piece_choices(
@@ -262,13 +257,15 @@ def _chat_logprobs(head: Head, entries: Sequence[TokenLogprob]) -> openai.ChatLo
 
 
 def _chat_logprob(entry: TokenLogprob) -> openai.ChatLogprob:
-    tops = [openai.ChatTop(top.token, top.logprob, _bytes(top.token)) for top in entry.top]
-    return openai.ChatLogprob(entry.token, entry.logprob, _bytes(entry.token), tops)
+    tops = [openai.ChatTop(top.token, top.logprob, _bytes(top)) for top in entry.top]
+    return openai.ChatLogprob(entry.token, entry.logprob, _bytes(entry), tops)
 
 
-def _bytes(token: str) -> list[int] | None:
-    """Returns the token's UTF-8 bytes; None for a part of a character, whose text does not determine the bytes."""
-    return None if "\ufffd" in token else list(token.encode())
+def _bytes(entry: TokenLogprob | TopLogprob) -> list[int] | None:
+    """Returns the token's UTF-8 bytes; None for a part of a character of which the node does not know them."""
+    if entry.part:
+        return list(entry.part)
+    return None if "\ufffd" in entry.token else list(entry.token.encode())
 
 
 def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]:
@@ -279,21 +276,23 @@ def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]
 
 
 def _completion_logprobs(
-    head: Head, entries: Sequence[TokenLogprob], offset: int, echo: Echo | None = None
+    head: Head, entries: Sequence[TokenLogprob], echo: Echo | None = None, *, begin: int = 0
 ) -> openai.CompletionLogprobs | None:
     """Returns the field `logprobs` of a completion; None if it was not requested.
 
-    `offset`: characters before the first entry. `echo`: the echoed prompt, in which case the entries begin with the
-    prompt's second token.
+    `echo`: the echoed prompt, in which case the entries begin with the prompt's second token. `begin`: characters of
+    the text before the generated ones, if the entries are of generated tokens alone.
     """
     if not head.logprobs:
         return None
     tokens = [entry.token for entry in entries]
     logprobs: list[float | None] = [entry.logprob for entry in entries]
     tops: list[dict[str, float] | None] = [{top.token: top.logprob for top in entry.top} for entry in entries]
+    offsets = [begin + entry.offset for entry in entries]
     if echo is not None:
         tokens, logprobs, tops = [echo.first_token, *tokens], [None, *logprobs], [None, *tops]
-    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
+        generated = entries[len(echo.offsets) - 1 :]
+        offsets = [*echo.offsets, *(len(echo.text) + entry.offset for entry in generated)]
     return openai.CompletionLogprobs(tokens, logprobs, tops, offsets)
 
 

@@ -62,6 +62,8 @@ class Echo(msgspec.Struct, frozen=True):
 
     text: str
     first_token: str
+    offsets: list[int] = []
+    """Offsets of the prompt's tokens in the text, if log probabilities are requested."""
 
 
 class Invocation(msgspec.Struct, frozen=True):
@@ -274,7 +276,11 @@ class InputProcessor:
         def decode() -> list[Echo]:
             texts = prompt_source.texts(text, prompts, truncated=truncated, skip_special=skip)
             firsts = [text.tokenizer.decode(tokens[:1], skip_special_tokens=False) for tokens in prompts]
-            return [Echo(*pair) for pair in zip(texts, firsts, strict=True)]
+            offsets: list[list[int]] = [[] for _ in prompts]
+            if merged.top_logprob_count is not None:
+                pairs = zip(prompts, texts, strict=True)
+                offsets = [text.token_offsets(tokens, each, skip_special=skip) for tokens, each in pairs]
+            return [Echo(*each) for each in zip(texts, firsts, offsets, strict=True)]
 
         return decode() if source.characters <= INLINE_CHARACTERS else await self.text_threads.run(decode)
 

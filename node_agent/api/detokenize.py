@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.text import BaseText
-
-REPLACEMENT = "\ufffd"
-"""Character that tokenizers emit for bytes that do not form a character (yet)."""
+from cluster.text import REPLACEMENT, BaseText
+from cluster.token_bytes import part_bytes
 
 WINDOW = 12
 """Number of tokens at which the window of last tokens is shortened."""
@@ -29,7 +27,10 @@ class TokenText:
         self.eos_ids = text.eos_ids
         self._skip_special = skip_special
         added = text.tokenizer.get_added_tokens_decoder()
-        self._silent = frozenset(token_id for token_id, token in added.items() if token.special and skip_special)
+        self.silent_texts = {
+            token_id: str(each.content) for token_id, each in added.items() if each.special and skip_special
+        }
+        """texts of the special tokens that are skipped, by id"""
         self.with_special = TokenText(text, skip_special=False) if skip_special else self
         """the same tokenizer, but with the text of special tokens"""
         self._anchor = [text.bos_id]
@@ -42,12 +43,16 @@ class TokenText:
 
     def is_silent(self, token_id: int) -> bool:
         """Returns whether the id has no text: it is not a token, or is a skipped special token."""
-        return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
+        return token_id in self.silent_texts or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
         """Returns whether the token is a byte-fallback token such as <0xE4>."""
         token = self._tokenizer.id_to_token(token_id)
         return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def part(self, token_id: int, text: str) -> bytes:
+        """Returns the token's bytes if its `text` shows a part of a character by a replacement; else none."""
+        return part_bytes(self._tokenizer, token_id) if REPLACEMENT in text else b""
 
     def one(self, token_id: int) -> str:
         """Returns one token's text as it appears within a text, with its leading space. Special tokens are shown by

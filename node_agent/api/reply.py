@@ -43,11 +43,15 @@ class Reply:
         self._tokens = tokens
         token_text = tokens if sampling.skip_special_tokens else tokens.with_special
         self._text = IncrementalDetokenizer(token_text, request.token_ids)
-        self._matcher = StopMatcher(request.stop, include=sampling.include_stop)
+        hidden = token_text.silent_texts.values() if request.stop else ()
+        self._matcher = StopMatcher(request.stop, include=sampling.include_stop, hidden=hidden)
+        self._hidden = token_text.silent_texts if self._matcher.reads_hidden else {}
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._end_ids = self._stop_ids if request.ignore_eos else self._stop_ids | tokens.eos_ids
         self._received = received
         self.count = 0
+        self._characters = 0
+        """number of characters of the tokens' text so far, whether held back or not"""
         self._resumed = 0
         """number of tokens that another node has sent"""
         self.stopped = False
@@ -91,29 +95,35 @@ class Reply:
         sampling = self._request.sampling
         ends = event.token_id in self._end_ids
         text = "" if ends and not sampling.include_stop else self._text.add(event.token_id)
+        offset, self._characters = self._characters, self._characters + len(text)
         if event.token_id in self._stop_ids:  # the engine ends the request with this token
             self._stop_reason = event.token_id
-        logprobs = [self._logprob(event.token_id, event.top)] if event.top is not None else []
-        text = self._match_stops(text)
+        logprobs = [self._logprob(event.token_id, event.top, offset)] if event.top is not None else []
+        hidden = "" if ends else self._hidden.get(event.token_id, "")
+        text = self._match_stops(hidden, is_hidden=True) if hidden else self._match_stops(text)
         token = Token(text=text, token_ids=[event.token_id], index=self.count, logprobs=logprobs)
         self.count += 1
         return token
 
-    def _match_stops(self, piece: str) -> str:
+    def _match_stops(self, piece: str, *, is_hidden: bool = False) -> str:
         """Returns the text that is safe to emit after `piece`, the text of one more token. Stop strings are ignored
         within the first `min_tokens` tokens."""
-        text, stop = self._matcher.feed(piece, counts=self.count >= self._request.sampling.min_tokens)
+        counts = self.count >= self._request.sampling.min_tokens
+        text, stop = self._matcher.feed(piece, counts=counts, is_hidden=is_hidden)
         if stop is not None:
             self.stopped, self._stop_reason = True, stop
         return text
 
-    def _logprob(self, token_id: int, top: Top) -> TokenLogprob:
+    def _logprob(self, token_id: int, top: Top, offset: int = 0) -> TokenLogprob:
+        token, tops = self._tokens.one(token_id), [(i, self._tokens.one(i), value) for i, value in top.top]
         return TokenLogprob(
-            token=self._tokens.one(token_id),
+            token=token,
             token_id=token_id,
             logprob=top.logprob,
-            top=[TopLogprob(token=self._tokens.one(i), token_id=i, logprob=value) for i, value in top.top],
+            top=[TopLogprob(text, i, value, self._tokens.part(i, text)) for i, text, value in tops],
             rank=top.rank,
+            offset=offset,
+            part=self._tokens.part(token_id, token),
         )
 
     def _finish(self, event: Finished) -> Event:

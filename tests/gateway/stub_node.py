@@ -199,7 +199,8 @@ def token(index: int, text: str, logprobs: int | None = None) -> Token:
     entries: list[TokenLogprob] = []
     if logprobs is not None:
         top = [TopLogprob(token=text, token_id=100 + rank, logprob=-0.5 - rank) for rank in range(logprobs)]
-        entries = [TokenLogprob(token=text, token_id=100 + index, logprob=-0.5, top=top)]
+        offset = sum(len(f" t{before}") for before in range(index))
+        entries = [TokenLogprob(token=text, token_id=100 + index, logprob=-0.5, top=top, offset=offset)]
     return Token(text=text, token_ids=[100 + index], index=index, logprobs=entries)
 
 

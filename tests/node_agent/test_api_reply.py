@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from cluster.messages import Done, Event, Failed, GenerateRequest, PromptLogprobs, Sampling, Started, Token
 from cluster.text import BaseText
-from node_agent.api.detokenize import TokenText
+from node_agent.api.detokenize import IncrementalDetokenizer, TokenText
 from node_agent.api.reply import Reply
 from node_agent.ipc import Generated, PromptScored, Top
 from tests.node_agent.scripted_engine import admitted, finished
 from tests.node_agent.served_node import request_of
+from tests.node_agent.test_detokenize import byte_level_directory
 from tests.node_agent.test_stops import whole_text_answer
 
 
@@ -73,6 +74,51 @@ def test_special_tokens_are_shown_where_they_are_wanted(text: BaseText, data: st
     _, *tokens, done = events_of(text, asked, ids)
     if whole.startswith(before) and not before.endswith("\ufffd"):
         assert "".join(event.text for event in [*tokens, done]) == whole[len(before) :]  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> BaseText:
+    return BaseText(byte_level_directory(tmp_path_factory.mktemp("byte_level")))
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_that_is_a_special_token_stops(byte_level: BaseText, include: bool) -> None:
+    """Also where special tokens are not part of the text, and with text before it."""
+    name, before = "<|im_start|>", byte_level.encode_plain("Once upon")
+    ids = [*before, byte_level.tokenizer.token_to_id(name), *before]
+    for stop in (name, f"n{name}"):
+        asked = request_of(stop=[stop], sampling=Sampling(include_stop=include))
+        _, *tokens, done = events_of(byte_level, asked, ids)
+        assert isinstance(done, Done)
+        assert (done.finish_reason, done.stop_reason, done.completion_tokens) == ("stop", stop, len(before) + 1)
+        expected = "Once upon".removesuffix(stop.removesuffix(name)) + (stop if include else "")
+        assert "".join(event.text for event in [*tokens, done]) == expected  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["text", "byte_level"])
+@given(data=st.data())
+def test_offsets_and_bytes_are_those_of_the_text(
+    kind: str, request: pytest.FixtureRequest, data: st.DataObject
+) -> None:
+    """Of tokens that are words, bytes and parts of characters, with text that a stop string holds back."""
+    text = request.getfixturevalue(kind)
+    written = data.draw(st.text("ab \u00e9\u20ac\U0001f600", min_size=1, max_size=12))
+    ids = text.encode_plain(written) + data.draw(
+        st.lists(st.integers(3, text.tokenizer.get_vocab_size() - 1), max_size=5)
+    )
+    asked = request_of(stop=["ab\u20ac\u20ac\u20ac\u20ac"], sampling=Sampling(logprobs=0), ignore_eos=True)
+    reply = Reply(asked, "n1", TokenText(text), received=0.0)
+    tokens = [reply.translate(Generated("r1", token_id, Top(-0.5, [(token_id, -0.5)]))) for token_id in ids]
+    whole, entries = "", [entry for token in tokens if isinstance(token, Token) for entry in token.logprobs]
+    detokenizer = IncrementalDetokenizer(TokenText(text), asked.token_ids)
+    for token_id, entry in zip(ids, entries, strict=True):
+        assert entry.offset == len(whole)
+        whole += detokenizer.add(token_id)
+    parts = [entry.part or entry.token.encode() for entry in entries]
+    assert [top.part for entry in entries for top in entry.top] == [entry.part for entry in entries]
+    assert all(entry.part for entry in entries if "\ufffd" in entry.token)
+    size = len(text.encode_plain(written))
+    assert b"".join(parts[:size]).decode().lstrip() == written.lstrip()
 
 
 @given(ids=st.lists(st.integers(3, 511), min_size=1, max_size=10), include=st.booleans(), stop=st.booleans())

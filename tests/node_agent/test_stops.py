@@ -89,3 +89,45 @@ def test_stops_that_do_not_count_yet_are_passed_over(pieces: list[str], stops: l
         return
     assert emitted == whole[: ends[0]], "the stop string is part of the text"
     assert stop == max((s for s in stops if emitted.endswith(s)), key=len)
+
+
+pieces_with_hidden = st.lists(st.one_of(st.text(LETTERS, max_size=4), st.just("<a>")), max_size=12)
+letters_or_name = st.lists(st.sampled_from([*LETTERS, "<a>"]), min_size=1, max_size=4)
+stops_with_hidden = st.lists(letters_or_name.map("".join), min_size=1, max_size=4)
+
+
+@given(pieces_with_hidden, stops_with_hidden, st.booleans())
+@example(["b", "<a>"], ["<a>"], False)
+@example(["b", "\u20ac", "<a>", "a"], ["\u20ac<a>a", "b\u20aca"], True)
+def test_hidden_pieces_complete_stop_strings_and_are_not_shown(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    """Against a search of the text with hidden pieces, and of that without them."""
+    matcher, emitted, stop = StopMatcher(stops, include=include, hidden=["<a>"]), "", None
+    for piece in pieces:
+        part, stop = matcher.feed(piece, is_hidden=piece == "<a>")
+        emitted += part
+        if stop is not None:
+            break
+    whole = "".join(piece for piece in pieces if piece != "<a>")
+    marked = [(character, piece != "<a>") for piece in pieces for character in piece]
+    found = first_match(marked, stops)
+    if found is None:
+        assert (stop, emitted + matcher.flush()) == (None, whole)
+        return
+    begin, text = found
+    assert stop == text
+    assert emitted == "".join(character for character, is_shown in marked[:begin] if is_shown) + text * include
+
+
+def first_match(marked: list[tuple[str, bool]], stops: list[str]) -> tuple[int, str] | None:
+    for end in range(1, len(marked) + 1):
+        everything = "".join(character for character, _ in marked[:end])
+        places = [place for place in range(end) if marked[place][1]]
+        shown = "".join(marked[place][0] for place in places)
+        found = [(end - len(stop), stop) for stop in stops if "<a>" in stop and everything.endswith(stop)]
+        if marked[end - 1][1]:
+            found += [(places[-len(stop)], stop) for stop in stops if shown.endswith(stop)]
+        if found:
+            return min(found)
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx_sse
@@ -20,6 +21,7 @@ from cluster.messages import (
     Started,
     TokenLogprob,
 )
+from cluster.text import BaseText
 
 CALL = {"prompt": "x", "max_tokens": 5, "seed": 7, "repetition_penalty": 1.1, "stop": ["never"]}
 PATH = "/invoke/stories260K"
@@ -175,7 +177,8 @@ def test_an_echoed_prompt_is_scored_once(start: Callable[..., Running], stream: 
     tokens = [name for entry in told for name in entry["tokens"]]
     offsets = [offset for entry in told for offset in entry["text_offset"]]
     assert tokens[-4:] == ["x", " t0", " t1", " t2"] and len(tokens) == 5
-    assert offsets == [sum(map(len, tokens[:place])) for place in range(5)]
+    begin = len(BaseText(Path(running.config.model_dir)).tokenizer.decode([1, 403]))
+    assert offsets == [0, 0, begin, begin + 3, begin + 6], "the first token has no text"
     assert other.received[0].sampling.prompt_logprobs is None
 
 

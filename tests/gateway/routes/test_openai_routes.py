@@ -186,10 +186,13 @@ def test_wrong_key_and_unknown_model(client: openai.OpenAI, gateway: Running) ->
 async def halves(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
     """A character of two tokens, and text that is held back for a possible stop string."""
     yield Started(node=node.node_id, cold_start="none")
-    pieces = [("a", "a"), ("", "\ufffd"), ("\u00e9", "\ufffd"), ("", " st"), ("", "o"), (" stone", "ne")]
-    for index, (text, named) in enumerate(pieces):
-        top = [TopLogprob(token=named, token_id=index, logprob=-0.5)]
-        entries = [TokenLogprob(token=named, token_id=index, logprob=-0.5, top=top)]
+    pieces = [
+        ("a", "a", 0, b""), ("", "\ufffd", 1, b"\xc3"), ("\u00e9", "\ufffd", 1, b"\xa9"),
+        ("", " st", 2, b""), ("", "o", 5, b""), (" stone", "ne", 6, b""),
+    ]  # fmt: skip
+    for index, (text, named, offset, part) in enumerate(pieces):
+        top = [TopLogprob(token=named, token_id=index, logprob=-0.5, part=part)]
+        entries = [TokenLogprob(token=named, token_id=index, logprob=-0.5, top=top, offset=offset, part=part)]
         yield Token(text=text, token_ids=[index], index=index, logprobs=entries)
     yield done(asked, len(pieces))
 
@@ -202,16 +205,19 @@ def test_offsets_and_bytes_of_tokens(start: Callable[..., Running]) -> None:
     )
     complete = client.completions.create(model="stories260K", prompt="x", logprobs=1).choices[0].logprobs
     assert complete is not None
-    assert complete.text_offset == [0, 1, 2, 3, 6, 7]
+    assert complete.text_offset == [0, 1, 1, 2, 5, 6], "two tokens of a character have one offset"
     stream = client.completions.create(model="stories260K", prompt="x", logprobs=1, stream=True)
     streamed = [chunk.choices[0].logprobs for chunk in stream]
     assert [offset for part in streamed if part for offset in part.text_offset or []] == complete.text_offset
 
 
-def test_half_a_character_has_no_bytes() -> None:
-    entries = [TokenLogprob(token=named, token_id=1, logprob=-0.5) for named in ("\u00e9", "\ufffd")]
+def test_half_a_character_has_its_bytes() -> None:
+    entries = [
+        TokenLogprob(token=named, token_id=1, logprob=-0.5, part=part)
+        for named, part in (("\u00e9", b""), ("\ufffd", b"\xc3"))
+    ]
     outcome = Outcome("x", entries, Done("stop", 1, 2, 0, timing()))
     reply = full_reply(Head("i", "m", chat=True, logprobs=True, include_usage=False, choices=1), [outcome])
     assert isinstance(reply, Chat)
     assert reply.choices[0].logprobs is not None
-    assert [entry.bytes for entry in reply.choices[0].logprobs.content] == [[0xC3, 0xA9], None]
+    assert [entry.bytes for entry in reply.choices[0].logprobs.content] == [[0xC3, 0xA9], [0xC3]]
