@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from adapters.choices import Resolved
-from adapters.functions import Manifest
+from adapters.functions import Manifest, OwnDefaults
 from adapters.rank_limit import RankLimit
 
 if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
@@ -32,6 +32,8 @@ class AdapterUpload:
     """Source address of the files, if they did not come with the request."""
     rank_limit: RankLimit | None = None
     """Limit of the adapter's ranks; None: there is none."""
+    own: OwnDefaults = field(default_factory=OwnDefaults)
+    """Defaults of the version, from the files beside the adapter."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -62,8 +64,10 @@ class Staged:
     """The version as nodes load it."""
 
 
-def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:
-    """Returns the result of a deploy of this layout. `version` is None in a dry run."""
+def deployment_of(
+    name: str, version: int | None, layout: LoraLayout, *, created: bool, notes: tuple[str, ...] = ()
+) -> Deployment:
+    """Returns the result of a deploy of this layout. `version` is None in a dry run. `notes`: further warnings."""
     return Deployment(
         function=name,
         version=version,
@@ -71,7 +75,7 @@ def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created
         ranks=layout.ranks,
         targets=layout.targets,
         bytes=layout.bytes,
-        warnings=layout.warnings,
+        warnings=(*layout.warnings, *notes),
         created=created,
         dtype=layout.dtype,
     )

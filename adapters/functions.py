@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -24,11 +25,16 @@ REMOVED_SECONDS = 48 * 3600.0
 
 MAX_TEMPLATE = 1 << 15
 """Maximum length of a chat template in characters, twice that of the longest known model's."""
+TEMPLATE_KEY_LETTERS = 16
+MAX_OWN_TEMPLATES = 8
+"""Maximum number of different chat templates of a function's versions. Every uncached call reads function.json."""
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Default parameters for calls of the function. None: the service's default."""
+class CallDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters that calls may state, and for which a function may have defaults. None: the service's default."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -37,15 +43,40 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop: Annotated[list[StopText], Meta(max_length=16)] | StopText | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
+    """Number of the prompt's last tokens to keep; -1 keeps as many as leave room for `max_tokens`."""
+
+
+class Defaults(CallDefaults, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Defaults of a function: parameters of its calls, and the forms of its conversations and answers."""
+
     chat_template: Annotated[str, Meta(min_length=1, max_length=MAX_TEMPLATE)] | None = None
     """Jinja chat template, as in tokenizer_config.json; None: the base model's."""
     tool_parser: Literal["hermes", "llama3_json"] | None = None
     """Form of tool calls in answers; None: the one that the chat template shows."""
     reasoning_parser: Literal["think"] | None = None
     """Form of reasoning in answers, which chats then return apart (`reasoning_content`); None: it stays in the text."""
+
+
+class OwnDefaults(msgspec.Struct, frozen=True):
+    """Defaults of one version, from the tokenizer's files beside its adapter. The function's own have priority."""
+
+    chat_template: str = ""
+    """Chat template; empty: none that differs from the base's."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens in addition to the base's."""
+    notes: tuple[str, ...] = ()
+    """Lines for the caller about these defaults, and about what could not be taken over."""
 
 
 class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -114,6 +145,10 @@ class VersionEntry(msgspec.Struct, frozen=True):
     artifact: bool = True
     """True: `base` has a serving artifact of the version. False: only vLLM serves that base, from the original
     files."""
+    template: str = ""
+    """Key of the version's own chat template in FunctionRecord.templates; empty: it has none."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The version's own end tokens."""
     hold: str = ""
     """Id of the hold by which the deploy reserved the tenant's quota; "" if it had none (adapters.quota)."""
 
@@ -135,6 +170,8 @@ class FunctionRecord(msgspec.Struct, frozen=True):
     versions: tuple[VersionEntry, ...] = ()
     """Listed versions, ascending by number."""
     aliases: dict[str, Alias] = {}
+    templates: dict[str, str] = {}
+    """Chat templates of versions, by key. Versions with the same template share one."""
     fences: int = 0
     """Number that rises when a count of the tenant's adapters shuts out a deploy that seems to have died
     (adapters.quota). It makes the record differ from what that deploy has read."""
@@ -224,6 +261,37 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
     if "latest" not in {**listed.aliases, **aliases}:
         aliases["latest"] = moved(None, weights, now)
     return with_aliases(listed, aliases)
+
+
+def with_own_defaults(
+    record: FunctionRecord, entry: VersionEntry, own: OwnDefaults
+) -> tuple[FunctionRecord, VersionEntry]:
+    """Returns the record and the entry of a version with the version's own defaults, in place of earlier ones.
+    Templates that no version has any more are removed. Raises Conflict at MAX_OWN_TEMPLATES."""
+    used = {each.template for each in record.versions if each.version != entry.version}
+    templates = {key: text for key, text in record.templates.items() if key in used}
+    key = hashlib.sha256(own.chat_template.encode()).hexdigest()[:TEMPLATE_KEY_LETTERS] if own.chat_template else ""
+    if key:
+        templates[key] = own.chat_template
+    if len(templates) > MAX_OWN_TEMPLATES:
+        raise Conflict(
+            f"the versions of function {record.name} have {MAX_OWN_TEMPLATES} chat templates already: remove versions, "
+            "or set defaults.chat_template and deploy without the template"
+        )
+    changed = msgspec.structs.replace(entry, template=key, stop_token_ids=own.stop_token_ids)
+    return msgspec.structs.replace(record, templates=templates), changed
+
+
+def policy_of(record: FunctionRecord, entry: VersionEntry) -> Policy:
+    """Returns the policy for calls of a version: the function's, completed by the version's own defaults."""
+    defaults, own = record.policy.defaults, dict[str, Any]()
+    if defaults.chat_template is None and entry.template in record.templates:
+        own["chat_template"] = record.templates[entry.template]
+    if defaults.stop_token_ids is None and entry.stop_token_ids:
+        own["stop_token_ids"] = list(entry.stop_token_ids)
+    if not own:
+        return record.policy
+    return msgspec.structs.replace(record.policy, defaults=msgspec.structs.replace(defaults, **own))
 
 
 def with_alias(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> FunctionRecord:

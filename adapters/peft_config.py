@@ -12,6 +12,10 @@ from adapters.errors import Problem
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILE = "tokenizer_config.json"
+TEXT_FILES = {TEMPLATE_FILE: 1 << 20, TOKENIZER_FILE: 8 << 20}
+"""Files beside an adapter that trainers save with the tokenizer, and their maximum bytes. They are optional."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
 MAX_PATTERNS = 2048
@@ -150,12 +154,15 @@ def _check_kind(config: dict[str, Any]) -> list[Problem]:
     if config.get("peft_type") != "LORA":
         problems.append(field_problem("peft_type", "only LoRA is served", "'LORA'", config.get("peft_type", "nothing")))
     if config.get("task_type") not in (None, "CAUSAL_LM"):
-        problems.append(
-            field_problem("task_type", "only causal language models are served", "'CAUSAL_LM'", config["task_type"])
+        reason = (
+            "only causal language models are served; if the adapter was trained on one, and has no head of its own, "
+            "write CAUSAL_LM here"
         )
+        problems.append(field_problem("task_type", reason, "'CAUSAL_LM'", config["task_type"]))
     if config.get("bias", "none") != "none":
         problems.append(field_problem("bias", "trained biases are not served", "'none'", config["bias"]))
     init = config.get("init_lora_weights", True)
+    init = False if init is None else init  # as PEFT reads it
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
         reason = (
             "this initialisation changes the base weights; convert the adapter with PEFT's save_pretrained(..., "
@@ -236,6 +243,7 @@ class _Reader:
 
     def flag(self, field: str) -> bool:
         value = self.config.get(field, False)
+        value = False if value is None else value  # as PEFT reads it
         if not isinstance(value, bool):
             self.wrong(field, "wrong type", "true or false", value)
         return value is True

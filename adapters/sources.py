@@ -13,7 +13,7 @@ import msgspec
 
 from adapters.errors import InvalidRequest, StoreUnavailable, TooLarge
 from adapters.full_disk import store_error
-from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, TEXT_FILES, WEIGHTS_FILE
 from adapters.s3_url import S3Place, parse_s3_url
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class SourceFiles(msgspec.Struct, frozen=True):
 
     config: bytes
     weights: Path
+    text_files: dict[str, bytes] = {}
+    """Files of the tokenizer beside the adapter, by name."""
 
 
 class Sources:
@@ -68,7 +70,8 @@ class Sources:
         try:
             copy.file(config, min(limit, MAX_CONFIG_BYTES))
             copy.file(weights, limit)
-            return SourceFiles(config.read_bytes(), weights)
+            names = [name for name, size in TEXT_FILES.items() if copy.optional_file(folder / name, size)]
+            return SourceFiles(config.read_bytes(), weights, {name: (folder / name).read_bytes() for name in names})
         except OSError as error:
             raise store_error(error, "temporary files can't be used") from error
 
@@ -112,6 +115,14 @@ class _Copy:
             if problem is None:
                 raise StoreUnavailable(f"the source answered {refused}") from refused
             raise InvalidRequest("source", problem) from None
+
+    def optional_file(self, target: Path, limit: int) -> bool:
+        """Copies a file that the source may lack. Returns whether it has one that is not too large."""
+        try:
+            self.file(target, limit)
+        except (InvalidRequest, TooLarge):
+            return False
+        return True
 
     def _pieces(self, name: str, limit: int, out: BinaryIO) -> None:
         from adapters.s3_ranges import read_piece

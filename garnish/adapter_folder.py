@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, TEXT_FILES, WEIGHTS_FILE
 from adapters.wrong_files import LFS_POINTER, PICKLE_FILE, POINTER_PROBLEM
 from garnish.errors import GarnishError
+from garnish.places import path_problem
 
 MAX_ENTRIES = 1000
 MAX_SHOWN = 5
@@ -43,6 +44,16 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 
     config: Path
     weights: Path
+
+    def text_files(self) -> dict[str, bytes]:
+        """Returns the tokenizer's files that are beside the adapter, by name. Those that are too large are left out.
+        Raises OSError."""
+        found = {name: self.config.parent / name for name in TEXT_FILES}
+        return {
+            name: file.read_bytes()
+            for name, file in found.items()
+            if file.is_file() and file.stat().st_size <= TEXT_FILES[name] and not _begins_as_pointer(file)
+        }
 
     def sha256(self) -> tuple[str, str]:
         """Returns the SHA-256 hashes of both files. Raises GarnishError if a file can't be read."""
@@ -137,6 +148,8 @@ def _no_folder(path: Path, use: str) -> str:
         if path.name.endswith(_PICKLES):
             return f"{path} is a pickle by its name, which is never read: name a folder that PEFT saved"
         return f"{path} is a file: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+    if problem := path_problem(str(path)):
+        return f"{problem}, hf:org/name or s3://bucket/prefix"
     near = difflib.get_close_matches(path.name, _siblings(path), 1)
     if near:
         return f"{path}: there is no such folder; did you mean {path.with_name(near[0])}?"

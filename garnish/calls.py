@@ -90,7 +90,8 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
     try:
         with files.config.open("rb") as config, files.weights.open("rb") as weights:
             parts = {CONFIG_FILE: (CONFIG_FILE, config), WEIGHTS_FILE: (WEIGHTS_FILE, weights)}
-            yield call(data=_stated(alias=alias), files=parts)
+            text_files = {name: (name, data) for name, data in files.text_files().items()}
+            yield call(data=_stated(alias=alias), files=parts | text_files)
     except OSError as error:
         raise GarnishError("invalid_request", f"{adapter} can't be read: {error.strerror}") from None
 

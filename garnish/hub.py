@@ -11,12 +11,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, TEXT_FILES, WEIGHTS_FILE
 from garnish.adapter_folder import describe_other_files
 from garnish.errors import GarnishError
 
@@ -152,8 +153,9 @@ def fetch(place: HubPlace) -> Fetched:
     for name, limit in MAX_BYTES.items():
         if sizes[name] > limit:
             raise Refused(f"{name} has {sizes[name]} bytes; at most {limit} are fetched")
+    optional = [name for name, limit in TEXT_FILES.items() if name in sizes and sizes[name] <= limit]
     try:
-        return _files(place)
+        return _files(place, optional)
     except HfHubHTTPError as error:
         raise Refused(_status_problem(error, place)) from None
     except LocalEntryNotFoundError:
@@ -168,7 +170,7 @@ def _cached(place: HubPlace, reason: str) -> Fetched:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _files(place, local_files_only=True)
+        return _files(place, [], local_files_only=True)
     except LocalEntryNotFoundError:
         raise Refused(
             f"it is not in the local cache, and the Hugging Face Hub can't be reached ({reason}); where it is reached: "
@@ -176,8 +178,8 @@ def _cached(place: HubPlace, reason: str) -> Fetched:
         ) from None
 
 
-def _files(place: HubPlace, **options: Any) -> Fetched:
-    """Downloads both files; with `local_files_only` it takes them from the cache.
+def _files(place: HubPlace, optional: Sequence[str], **options: Any) -> Fetched:
+    """Downloads both files and the `optional` ones; with `local_files_only` it takes them from the cache.
 
     Raises Refused if they belong to different commits.
     """
@@ -194,7 +196,7 @@ def _files(place: HubPlace, **options: Any) -> Fetched:
                 **options,
             )
         ).parent
-        for name in MAX_BYTES
+        for name in (*MAX_BYTES, *optional)
     }
     if len(folders) > 1:
         raise Refused("it was changed while it was fetched; try again")

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from adapters.destinations import Destination
-from adapters.functions import Defaults
+from adapters.functions import CallDefaults
+from adapters.functions import TokenId as TokenId
 
 MAX_CHOICES = 16
 MAX_GENERATIONS = 64
@@ -24,8 +25,6 @@ TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 Tier = Literal["none", "host", "disk", "absent"]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT)]
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
 Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
@@ -75,26 +74,16 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Accepted without an effect. The fields before it are served at their defaults only."""
 
 
-class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False):
+class GenerationParams(CallDefaults, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False):
     """Parameters of generation that all routes accept. A parameter that is null or absent takes the function's default
-    (`Defaults`). If the function has none, it takes the service's default."""
+    (`CallDefaults`). If the function has none, it takes the service's default."""
 
     max_tokens: TokenCount | None = None
     top_k: TopK | None = None
     """Number of most likely tokens to sample from; 0 and -1 mean all tokens."""
     timeout: Timeout | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
-    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
     n: Count | None = None
     prompt_logprobs: LogprobCount | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
-    """Number of the prompt's last tokens to keep; -1 keeps as many as leave room for `max_tokens`."""
-
     response_format: ResponseFormat | None = None
     """Form of the answer as in OpenAI's API: any text, a JSON object, or a JSON text of a schema."""
     structured_outputs: StructuredOutputs | None = None

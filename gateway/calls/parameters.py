@@ -6,11 +6,13 @@ See docs/design/decisions/generation-params.md.
 from __future__ import annotations
 
 import secrets
-from typing import TypedDict, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
 from adapters.functions import Defaults
+from cluster.errors import ServiceError
 from cluster.messages import Sampling
 from cluster.text import BaseText
 from gateway.api.schema import MAX_BAD_CHARACTERS, GenerationParams
@@ -38,6 +40,22 @@ def merge(stated: Params, defaults: Defaults) -> Params:
     """Returns the call with the function's defaults filled in."""
     unset = {name: getattr(defaults, name) for name in DEFAULTED if getattr(stated, name) is None}
     return msgspec.structs.replace(stated, **unset)
+
+
+def check_defaults(policy: Mapping[str, Any], text: BaseText, vocab_size: int, within: str = "") -> None:
+    """Checks the defaults in a policy as those of a call. `within`: prefix of the policy's fields in errors.
+
+    Raises ServiceError `validation_failed` for what a call would be refused for. Values of a wrong type are left to
+    adapters.functions.parse_policy.
+    """
+    try:
+        defaults = msgspec.convert(policy.get("defaults") or {}, Defaults)
+    except msgspec.ValidationError:
+        return
+    try:
+        resolve(merge(GenerationParams(), defaults), text, vocab_size)
+    except ServiceError as error:
+        raise invalid(f"{within}defaults.{error.param}", f"{within}defaults.{error}") from None
 
 
 class NodeParameters(TypedDict):

@@ -19,7 +19,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from adapters.full_disk import is_full
-from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, TEXT_FILES, WEIGHTS_FILE
 from adapters.wrong_files import PICKLE_FILE, PICKLE_PROBLEM
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig
@@ -43,7 +43,7 @@ class Form(msgspec.Struct, frozen=True):
     limits: dict[str, int]
 
 
-ADAPTER = Form(WEIGHTS_FILE, {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10, "alias": 1 << 10})
+ADAPTER = Form(WEIGHTS_FILE, {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10, "alias": 1 << 10, **TEXT_FILES})
 
 
 class Upload(msgspec.Struct, frozen=True):
@@ -53,6 +53,8 @@ class Upload(msgspec.Struct, frozen=True):
     weights: Path
     policy: bytes | None
     alias: bytes | None
+    text_files: dict[str, bytes]
+    """Files of the tokenizer beside the adapter, by name."""
 
 
 @asynccontextmanager
@@ -83,7 +85,8 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
             await asyncio.to_thread(_flush, parts, out)
         parts.require(CONFIG_FILE, WEIGHTS_FILE)
         small = {name: bytes(data) for name, data in parts.small.items()}
-        yield Upload(small[CONFIG_FILE], weights, small.get("policy"), small.get("alias"))
+        text_files = {name: small[name] for name in TEXT_FILES if name in small}
+        yield Upload(small[CONFIG_FILE], weights, small.get("policy"), small.get("alias"), text_files)
 
 
 @contextmanager

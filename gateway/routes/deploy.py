@@ -15,10 +15,12 @@ from starlette.responses import Response
 from adapters import strict_json
 from adapters.deployment import AdapterUpload, Deployment
 from adapters.function_changes import check_options
-from adapters.functions import ITEM_BYTES
+from adapters.functions import ITEM_BYTES, OwnDefaults
 from adapters.names import is_name
 from adapters.rank_limit import RankLimit
 from cluster.errors import ServiceError
+from gateway.calls.adapter_text import own_defaults
+from gateway.calls.parameters import check_defaults
 from gateway.catalog.adapters import adapter_of
 from gateway.catalog.rank_limit import rank_limit
 from gateway.catalog.source_copy import allowed_place, copied_source
@@ -44,6 +46,8 @@ ADAPTER_FORM = {
     "properties": {
         "adapter_config.json": {"type": "string", "contentMediaType": "application/json"},
         "adapter_model.safetensors": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "chat_template.jinja": {"type": "string", "contentMediaType": "text/plain"},
+        "tokenizer_config.json": {"type": "string", "contentMediaType": "application/json"},
         "policy": {"type": "string", "contentMediaType": "application/json"},
         "alias": {"type": "string", "pattern": NAME_PATTERN},
     },
@@ -100,8 +104,10 @@ async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
 
 async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
     async with receive_upload(request, catalog.config) as upload:
-        limit = await _rank_limit(catalog)
-        adapter = AdapterUpload(upload.config, upload.weights, _alias(upload), _policy(upload), rank_limit=limit)
+        limit, own = await _rank_limit(catalog), await _own(catalog, request, tenant, upload.text_files)
+        adapter = AdapterUpload(
+            upload.config, upload.weights, _alias(upload), _policy(upload), rank_limit=limit, own=own
+        )
         return await _store(catalog, request, tenant, name, adapter, how)
 
 
@@ -111,13 +117,17 @@ async def _from_source(catalog: Catalog, request: Request, tenant: str, name: st
     check_options(body.alias, body.policy)
     with catalog.pools["deploys"].hold_now(tenant):
         async with copied_source(catalog.config, catalog.sources, catalog.source_threads, place) as files:
-            limit = await _rank_limit(catalog)
-            adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source, limit)
+            limit, own = await _rank_limit(catalog), await _own(catalog, request, tenant, files.text_files)
+            adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source, limit, own)
             return await _store(catalog, request, tenant, name, adapter, how)
 
 
 async def _rank_limit(catalog: Catalog) -> RankLimit | None:
     return await rank_limit(catalog.cluster, catalog.base.fingerprint, catalog.config.max_lora_rank)
+
+
+async def _own(catalog: Catalog, request: Request, tenant: str, files: dict[str, bytes]) -> OwnDefaults:
+    return await own_defaults(files, catalog.text, catalog.templates, tenant=tenant, receive=request.receive)
 
 
 class _How(NamedTuple):
@@ -136,6 +146,7 @@ async def _store(
     await catalog.templates.check(
         tenant, upload.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."
     )
+    check_defaults(upload.policy or {}, catalog.text, catalog.base.vocab_size, within="policy.")
     if how.dry_run:
         checked = await threads.run(partial(registry.check, upload, name), wait)
         return json_response(await _reply(catalog, checked, problems))

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from adapters.errors import NotFound
 from adapters.functions import BrokenFunction, FunctionRecord, Manifest, Policy, VersionEntry
 from adapters.names import is_name
+from gateway.calls.parameters import check_defaults
 from gateway.groups import Catalog
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
@@ -161,6 +162,7 @@ async def change_policy(request: Request, catalog: Catalog, tenant: str) -> Resp
     policy = await read_message(request, catalog.config, dict[str, Any])
     await catalog.destinations.check_policy(tenant, name, policy)
     await catalog.templates.check(tenant, policy, special=catalog.text.special, receive=request.receive)
+    check_defaults(policy, catalog.text, catalog.base.vocab_size)
     set_policy, memory = catalog.registry.changes.set_policy, await catalog.residency.provisionable()
     record = await catalog.functions.change(set_policy, tenant, name, policy, if_match(request), memory)
     return await _function_reply(catalog, tenant, record)
