@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cluster.errors import ServiceError
+from gateway.calls.neutral_fields import without_neutral
 
 DOCS = "docs/guide/invoke.md#what-other-services-have"
 
@@ -27,9 +28,17 @@ _SAMPLING = "use temperature, top_p, top_k and n"
 _TOOLS = "use tools and tool_choice on /v1/chat/completions"
 
 UNSUPPORTED: dict[str, Unsupported] = {
+    "add_generation_prompt": Unsupported(
+        (None, True), "an answer begins a turn; use /v1/completions for other prompts"
+    ),
     "allowed_token_ids": Unsupported((None,), "use logit_bias or bad_words"),
     "audio": Unsupported((None,), _TEXT_ONLY),
     "best_of": Unsupported((None, 1), _CHOICES),
+    "chat_template": Unsupported((None,), "set defaults.chat_template in the function's policy"),
+    "chat_template_content_format": Unsupported((None, "auto", "string"), "templates get a message's content as text"),
+    "continue_final_message": Unsupported((None, False), "use /v1/completions, with a prompt that ends in the text"),
+    "detokenize": Unsupported((None, True), "leave it out: answers have their text"),
+    "documents": Unsupported((None, []), "use chat_template_kwargs with documents"),
     "early_stopping": Unsupported((None, False), _SAMPLING),
     "function_call": Unsupported((None, "none"), _TOOLS),
     "functions": Unsupported((None, []), _TOOLS),
@@ -43,6 +52,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "moderation": Unsupported((None,), "check the text in the caller"),
     "prediction": Unsupported((None,), "leave it out: it would change the speed alone"),
     "priority": Unsupported((None, 0), "the function's slo_class says which calls go first"),
+    "return_tokens_as_token_ids": Unsupported((None, False), "use return_token_ids"),
     "suffix": Unsupported((None, ""), "put what comes after into the prompt"),
     "use_beam_search": Unsupported((None, False), _SAMPLING),
     "verbosity": Unsupported((None, "medium"), "use max_tokens"),
@@ -68,10 +78,11 @@ PARTS = dict.fromkeys(
 
 
 def supported_fields(body: Any, unsupported: dict[str, Unsupported], ignored: tuple[str, ...] = ()) -> Any:
-    """Returns the body without unsupported fields that have no effect. Raises ServiceError if one would have an
+    """Returns the body without fields that ask for nothing. Raises ServiceError if an unsupported one would have an
     effect."""
     if not isinstance(body, dict):
         return body
+    body = without_neutral(body)
     for field in unsupported.keys() & body.keys():
         neutral, instead = unsupported[field]
         # 1 == True in Python, but not in JSON.

@@ -101,7 +101,7 @@ async def create_completion(request: Request, calls: Calls, tenant: str, watch: 
 )
 async def create_chat_completion(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
     call = await _read(request, calls, watch, openai.ChatRequest, UNSUPPORTED | CHAT_UNSUPPORTED)
-    if call.top_logprobs is not None and not call.logprobs:
+    if call.top_logprobs and not call.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ")
