@@ -111,6 +111,24 @@ def descriptors() -> Descriptors:
     return Descriptors(current_limit())
 
 
+def _answer_as_http_1_0(cycle: RequestResponseCycle) -> None:
+    """Prepares the answer for a client of HTTP/1.0, which knows neither chunks nor interim answers: a body whose length
+    is not stated ends with the connection."""
+    send, is_open_ended = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_open_ended
+        if message["type"] == "http.response.start":
+            is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = False if is_open_ended else None
+        elif is_open_ended:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.waiting_for_100_continue = False
+    cycle.send = send_unchunked  # type: ignore[method-assign]
+
+
 class _Refused(Exception):
     """Aborts the parsing of a request. `send_400_response` then sends the answer."""
 
@@ -206,6 +224,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = self._head_lines = 0
         self._timer.stop()
         super().on_headers_complete()
+        if self.scope["http_version"] != "1.1":
+            _answer_as_http_1_0(self.cycle)
         self._in_head = False
         if not self.pipeline:
             self._answered = self.cycle
