@@ -54,7 +54,8 @@ STORES = {
 
 def store_kind(url: str) -> StoreKind:
     """Returns the kind of store of the address. Raises InvalidRequest for an unknown scheme."""
-    kind = STORES.get(url.partition("://")[0] if "://" in url else urlsplit(url).scheme)
+    is_path = "://" not in url and not urlsplit(url).scheme  # s3:/bucket is neither a path nor an address
+    kind = STORES.get("" if is_path else url.partition("://")[0])
     if kind is None:
         raise _unknown(url)
     return kind

@@ -17,7 +17,9 @@ from adapters.open_store import store_kind
 from adapters.s3_url import parse_s3_url
 from cluster.redis_url import url_problem
 from garnish.adapter_folder import AdapterFiles, adapter_files
+from garnish.errors import StartError
 from garnish.hub import is_hub_place, local_folder
+from garnish.places import path_problem
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds, parse_whole_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
@@ -49,8 +51,10 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
     def path(self, written: str) -> Path:
         """Returns the absolute path of a path in the file.
 
-        `~` is expanded, and a relative path is resolved against the file's folder.
+        `~` is expanded, and a relative path is resolved against the file's folder. Raises StartError for an address.
         """
+        if problem := path_problem(written):
+            raise StartError(f"{self.file}: {problem}")
         return self.file.absolute().parent / Path(written).expanduser()
 
     def adapter_files(self, name: str) -> AdapterFiles:
@@ -189,11 +193,17 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
             f"expected the s3:// address of a wheel, found {loaded.infra.aws.package!r}: the name garnish on PyPI is "
             "not this project's. Run `make wheel`, copy dist/*.whl to a bucket and name it here",
         )
-    if loaded.registry is not None and "://" in loaded.registry:
+    if loaded.registry is not None:
         try:
             store_kind(loaded.registry).check(loaded.registry)
         except InvalidRequest as error:
             raise document.error(("registry",), str(error)) from None
+    state = loaded.infra.state
+    if state is not None and not state.startswith("s3://") and (problem := path_problem(state)):
+        raise document.error(("infra", "state"), f"{problem} or s3://bucket/prefix")
+    for name, function in loaded.functions.items():
+        if not is_hub_place(function.adapter) and (problem := path_problem(function.adapter)):
+            raise document.error(("functions", name, "adapter"), f"{problem} or hf:org/name")
 
 
 def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:

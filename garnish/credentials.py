@@ -45,7 +45,7 @@ class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True):
 def read_credentials(file: Path) -> Credentials | None:
     """Returns the file's credentials, or None if the file does not exist. Raises StartError if it can't be used."""
     try:
-        data = tomllib.loads(file.read_text())
+        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         return msgspec.convert(data, Credentials)
     except FileNotFoundError:
         return None
@@ -71,7 +71,7 @@ def read_operator_keys(file: Path) -> OperatorKeys:
     where = f"gateway.credentials_file: {file}"
     try:
         mode = file.stat().st_mode & 0o777
-        chosen = msgspec.convert(tomllib.loads(file.read_text()), OperatorKeys)
+        chosen = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8-sig")), OperatorKeys)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise StartError(f"{where}: not readable credentials ({error})") from None
     if mode & 0o077:
@@ -183,7 +183,7 @@ def _user_file(environment: Mapping[str, str]) -> Path:
 def _read_user_config(environment: Mapping[str, str]) -> _UserConfig:
     file = _user_file(environment)
     try:
-        return msgspec.convert(tomllib.loads(file.read_text()), _UserConfig)
+        return msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8-sig")), _UserConfig)
     except FileNotFoundError:
         return _UserConfig()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

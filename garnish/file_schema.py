@@ -101,7 +101,7 @@ def _top_field(name: str, field: Schema, definitions: Schema, required: bool) ->
             }
         )
     if name == "registry":
-        return _or_null(_text(rf"(({'|'.join(filter(None, STORES))})://.+|(?!.*://).+)"))
+        return _or_null(_text(rf"(({'|'.join(filter(None, STORES))})://.+|(?![A-Za-z][A-Za-z0-9+.-]*:).+)"))
     return field if required else _or_null(field)
 
 

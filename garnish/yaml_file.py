@@ -54,7 +54,7 @@ def read_yaml(file: Path, environment: Mapping[str, str] | None = None) -> Docum
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # some editors begin files with a byte order mark
     except OSError as error:
         raise ServiceFileError(file, None, "", error.strerror or "can't be read") from error
     except UnicodeDecodeError as error:

@@ -77,7 +77,7 @@ def read_prompts(file: Path) -> list[str]:
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_PROMPT_BYTES + 1)
-        prompts = [line.strip() for line in data.decode().splitlines() if line.strip()]
+        prompts = [line.strip() for line in data.decode("utf-8-sig").splitlines() if line.strip()]
     except OSError as error:
         raise FrontDoorError(f"{file} can't be read: {error.strerror}") from None
     except UnicodeDecodeError:

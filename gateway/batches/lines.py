@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from array import array
 from typing import Any
@@ -113,6 +114,8 @@ class LineScanner:
         start, line, too_long = self._at, bytes(self._rest[:end]), self._too_long or end > MAX_LINE_BYTES
         del self._rest[: end + 1]
         self._at, self._too_long = self._at + end + 1, False
+        if self._number == 1 and line.startswith(codecs.BOM_UTF8):  # some editors begin files with it
+            start, line = start + len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
         if too_long:
             self._report("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes", self._number)
         elif line.strip():

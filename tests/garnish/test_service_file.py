@@ -9,7 +9,7 @@ import pytest
 from adapters.slo import Slo
 from adapters.tenants import Limits
 from garnish.config import ServiceFile, load_service_file, tenant_names, tenant_of
-from garnish.errors import ServiceFileError
+from garnish.errors import ServiceFileError, StartError
 from gateway.prices import Prices
 
 ROOT = Path(__file__).parents[2]
@@ -134,12 +134,38 @@ def test_mistakes(tmp_path: Path, text: str, line: int | None, field: str, told:
     assert str(refused.value).startswith(f"{tmp_path / 'serverless.yml'}:{line}: " if line else str(tmp_path))
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    assert load(tmp_path, "\ufeff" + HEAD).service == "s"
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("infra.state", "infra: {state: 's3:/bucket/x'}"),
+        ("infra.state", "infra: {state: 'gs://bucket/x'}"),
+        ("functions.f.adapter", "functions: {f: {adapter: 's3:/bucket/x'}}"),
+    ],
+)
+def test_what_begins_like_an_address_is_no_path(tmp_path: Path, field: str, text: str) -> None:
+    with pytest.raises(ServiceFileError, match=r"begins like an address.*expected a directory's path or ") as refused:
+        load(tmp_path, HEAD + text)
+    assert (refused.value.field, refused.value.line) == (field, 3)
+    service = load(tmp_path, "service: s\nbase_model: hf:org/name\nnode: {disk_cache: {path: 's3:/x'}}")
+    for written in (service.base_model, "s3:/x"):
+        with pytest.raises(StartError, match="begins like an address"):
+            service.path(written)
+    assert service.path("./a:b") == tmp_path / "a:b"
+
+
 @pytest.mark.parametrize(
     ("registry", "told"),
     [
         ("s3://bucket/a b", "prefix"),
         ("s3://B", "not the name of an S3 bucket"),
         ("http://host/x", "expected a directory"),
+        ("s3:/bucket/x", "expected a directory's path, a file:// URL or s3://bucket/prefix"),
+        ("gs:bucket", "expected a directory"),
+        ("file:/data", "expected a directory"),
     ],
 )
 def test_registries_that_can_not_be(tmp_path: Path, registry: str, told: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tracemalloc
 
@@ -162,3 +163,17 @@ def test_a_line_without_end_is_not_kept() -> None:
     scanner.end()
     assert [(problem.code, problem.line) for problem in scanner.problems] == [("line_too_long", 1)]
     assert list(scanner.numbers) == [2]
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_a_byte_order_mark_at_the_begin_is_skipped(cut: int) -> None:
+    """As some editors write it; inside of the file it is no JSON."""
+    content = codecs.BOM_UTF8 + line("a") + b"\n" + line("b")
+    found = scanned(content, [cut])
+    assert not found.problems
+    assert [content[start : start + size] for start, size in zip(found.starts, found.sizes, strict=True)] == [
+        line("a"),
+        line("b"),
+    ]
+    inside = scanned(line("a") + b"\n" + codecs.BOM_UTF8 + line("b"), [cut]).problems
+    assert [(problem.code, problem.line) for problem in inside] == [("invalid_json_line", 2)]
