@@ -32,6 +32,24 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_NAMED = 20
 """Maximum number of modules that a problem names."""
 
+MARKS = (
+    ("lora_magnitude_vector", "use_dora", "a magnitude vector of DoRA, which is not served yet"),
+    ("lora_embedding_", "", "LoRA on the embeddings is not served"),
+    ("modules_to_save", "modules_to_save", "a whole module saved beside the adapter is not served"),
+    ("trainable_tokens", "trainable_token_indices", "trained token embeddings are not served"),
+    (".lora_B.bias", "lora_bias", "biases are not served"),
+)
+"""Marks in tensors' names, the fields of the config that bring such tensors, and the reasons for refusing them."""
+OTHER_TENSORS = ("peft_type", "task_type")
+"""Fields of the config whose problem means that the tensors are those of another kind of adapter."""
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight", "embed_out.weight")
+"""Ends of the names of whole embeddings."""
+RESIZED = (
+    "whole embeddings, which PEFT saves by itself once the vocabulary has been resized; the base's are served: save "
+    "the adapter with save_pretrained(FOLDER, save_embedding_layers=False) if they were not trained, or else merge it "
+    "into the base"
+)
+
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight", re.ASCII)
 
 
@@ -109,7 +127,7 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
         else:
             problems += [] if targets else [_no_targets(adapter, base, modules)]
     pairs, mapping_problems = _map(adapter, base, modules, targets, settings is not None and settings.use_rslora)
-    problems += mapping_problems
+    problems += _not_implied(mapping_problems, problems, targets)
     if not problems:
         warnings += _base_warnings(adapter, base)
     listed = tuple(problems[:MAX_PROBLEMS])
@@ -255,16 +273,23 @@ def _other_base_problem(
     )
 
 
+def _not_implied(mapping: list[Problem], problems: list[Problem], targets: list[Target]) -> list[Problem]:
+    """Returns the problems of the mapping that do not follow from those of the config. Without targets, which is a
+    problem of the config, all follow."""
+    fields = {problem.tensor.partition("#")[2] for problem in problems}
+    if not targets or not fields.isdisjoint(OTHER_TENSORS):
+        return []
+    implied = [mark for mark, field, _ in MARKS if field in fields]
+    return [problem for problem in mapping if not any(mark in problem.tensor for mark in implied)]
+
+
 def _unmapped(ref: TensorRef, base: BaseModel, modules: Modules) -> Problem:
     name = ref.name[:300]
-    for mark, reason in (
-        ("lora_magnitude_vector", "a magnitude vector of DoRA, which is not served yet"),
-        ("lora_embedding_", "LoRA on the embeddings is not served"),
-        ("modules_to_save", "a whole module saved beside the adapter is not served"),
-        ("trainable_tokens", "trained token embeddings are not served"),
-    ):
+    for mark, _, reason in MARKS:
         if mark in name:
             return Problem(name, reason)
+    if name.endswith(EMBEDDINGS):
+        return Problem(name, RESIZED)
     if name.endswith(".bias"):
         return Problem(name, "biases are not served")
     match = _TENSOR.fullmatch(name)

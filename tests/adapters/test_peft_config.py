@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
-from peft_files import tiny_model
+from peft_files import peft_model, tiny_model
 
 from adapters.model_families import FAMILIES
 from adapters.modules import family_modules
@@ -55,6 +55,16 @@ def test_absent_fields_have_the_defaults_of_peft() -> None:
     assert (settings.rank, settings.alpha, settings.use_rslora) == (real.r, real.lora_alpha, real.use_rslora)
     assert (settings.rank_pattern, settings.alpha_pattern) == (real.rank_pattern, real.alpha_pattern)
     assert settings.target_modules is real.target_modules is None
+
+
+@pytest.mark.parametrize("field", sorted({field.name for field in dataclasses.fields(LoraConfig)} - {"peft_type"}))
+def test_null_is_accepted_where_peft_reads_it_as_the_default(field: str) -> None:
+    fields = {name: value for name, value in plain(**{field: None}).items() if name != "peft_type"}
+    try:
+        peft_model(**{"init_lora_weights": True, **fields})
+    except Exception:
+        return  # what PEFT does not load may be refused
+    assert fields_in_trouble(plain(**{field: None})) == []
 
 
 def test_refused_fields_hold_none_false_or_nothing_by_default() -> None:
