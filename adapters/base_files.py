@@ -48,8 +48,8 @@ def weight_files(directory: Path) -> list[Path]:
     """Returns the weight files. Raises UnsupportedBase if some are missing, or if one is not whole."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        others = sorted(file.name for pattern in OTHER_FORMATS for file in directory.glob(pattern))
-        has = f"its weights are in {others[0]}" if others else "it has no weight files"
+        other_files = sorted(file.name for pattern in OTHER_FORMATS for file in directory.glob(pattern))
+        has = f"its weights are in {other_files[0]}" if other_files else "it has no weight files"
         raise UnsupportedBase(
             f"{directory}: {has}, and *.safetensors files are read; fetch the model again with them, or write them "
             "with transformers (save_pretrained)"

@@ -32,8 +32,8 @@ class AdapterUpload:
     """Source address of the files, if they did not come with the request."""
     rank_limit: RankLimit | None = None
     """Limit of the adapter's ranks; None: there is none."""
-    own: OwnDefaults = field(default_factory=OwnDefaults)
-    """Defaults of the version, from the files beside the adapter."""
+    version_defaults: OwnDefaults = field(default_factory=OwnDefaults)
+    """Defaults of the version, from the tokenizer's files next to the adapter."""
 
 
 class Deployment(msgspec.Struct, frozen=True):

@@ -69,7 +69,7 @@ class Defaults(CallDefaults, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class OwnDefaults(msgspec.Struct, frozen=True):
-    """Defaults of one version, from the tokenizer's files beside its adapter. The function's own have priority."""
+    """Defaults of one version, from the tokenizer's files next to its adapter. The function's own have priority."""
 
     chat_template: str = ""
     """Chat template; empty: none that differs from the base's."""
@@ -264,34 +264,38 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
 
 
 def with_own_defaults(
-    record: FunctionRecord, entry: VersionEntry, own: OwnDefaults
+    record: FunctionRecord, entry: VersionEntry, defaults: OwnDefaults
 ) -> tuple[FunctionRecord, VersionEntry]:
     """Returns the record and the entry of a version with the version's own defaults, in place of earlier ones.
     Templates that no version has any more are removed. Raises Conflict at MAX_OWN_TEMPLATES."""
     used = {each.template for each in record.versions if each.version != entry.version}
     templates = {key: text for key, text in record.templates.items() if key in used}
-    key = hashlib.sha256(own.chat_template.encode()).hexdigest()[:TEMPLATE_KEY_LETTERS] if own.chat_template else ""
+    key = (
+        hashlib.sha256(defaults.chat_template.encode()).hexdigest()[:TEMPLATE_KEY_LETTERS]
+        if defaults.chat_template
+        else ""
+    )
     if key:
-        templates[key] = own.chat_template
+        templates[key] = defaults.chat_template
     if len(templates) > MAX_OWN_TEMPLATES:
         raise Conflict(
             f"the versions of function {record.name} have {MAX_OWN_TEMPLATES} chat templates already: remove versions, "
             "or set defaults.chat_template and deploy without the template"
         )
-    changed = msgspec.structs.replace(entry, template=key, stop_token_ids=own.stop_token_ids)
+    changed = msgspec.structs.replace(entry, template=key, stop_token_ids=defaults.stop_token_ids)
     return msgspec.structs.replace(record, templates=templates), changed
 
 
 def policy_of(record: FunctionRecord, entry: VersionEntry) -> Policy:
     """Returns the policy for calls of a version: the function's, completed by the version's own defaults."""
-    defaults, own = record.policy.defaults, dict[str, Any]()
+    defaults, filled = record.policy.defaults, dict[str, Any]()
     if defaults.chat_template is None and entry.template in record.templates:
-        own["chat_template"] = record.templates[entry.template]
+        filled["chat_template"] = record.templates[entry.template]
     if defaults.stop_token_ids is None and entry.stop_token_ids:
-        own["stop_token_ids"] = list(entry.stop_token_ids)
-    if not own:
+        filled["stop_token_ids"] = list(entry.stop_token_ids)
+    if not filled:
         return record.policy
-    return msgspec.structs.replace(record.policy, defaults=msgspec.structs.replace(defaults, **own))
+    return msgspec.structs.replace(record.policy, defaults=msgspec.structs.replace(defaults, **filled))
 
 
 def with_alias(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> FunctionRecord:

@@ -15,7 +15,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILE = "tokenizer_config.json"
 TEXT_FILES = {TEMPLATE_FILE: 1 << 20, TOKENIZER_FILE: 8 << 20}
-"""Files beside an adapter that trainers save with the tokenizer, and their maximum bytes. They are optional."""
+"""Files next to an adapter that trainers save with the tokenizer, and their maximum bytes. They are optional."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
 MAX_PATTERNS = 2048

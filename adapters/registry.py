@@ -80,7 +80,7 @@ class Registry:
         store. Raises what `deploy` raises for its arguments and files."""
         if name:
             self._check_name(name)
-        return deployment_of(name, None, self._layout(upload), created=False, notes=upload.own.notes)
+        return deployment_of(name, None, self._layout(upload), created=False, notes=upload.version_defaults.notes)
 
     def stage(self, tenant: str, name: str, upload: AdapterUpload) -> Staged:
         """Stores the files of a deploy without listing the version, so that no call can use it yet. Garbage collection
@@ -92,7 +92,9 @@ class Registry:
         with self.quota.deploying(tenant, name) as room:
             deploy = Storing(upload, layout, room)
             entry = self._versions.listed(tenant, record, deploy)
-        deployment = deployment_of(name, entry.version, layout, created=deploy.created, notes=upload.own.notes)
+        deployment = deployment_of(
+            name, entry.version, layout, created=deploy.created, notes=upload.version_defaults.notes
+        )
         return Staged(deployment, layout, deploy.manifest, self._resolved(record, entry))
 
     def deploy(
@@ -119,7 +121,7 @@ class Registry:
             room.may_be_listed = False  # an earlier attempt has lost a race
             record = record or FunctionRecord(name=name, created=time.time())
             entry = self._versions.listed(tenant, record, deploy)
-            record, entry = with_own_defaults(record, entry, upload.own)
+            record, entry = with_own_defaults(record, entry, upload.version_defaults)
             changed = msgspec.structs.replace(record, policy=parse_policy(upload.policy or {}, record.policy))
             if changed.policy.warm:
                 record_schedule(self.store, tenant, name)
@@ -135,7 +137,7 @@ class Registry:
         self._end_if_deleted(tenant, name)
         entry = find_digest(record, layout.digest)
         version = entry.version if entry else None
-        return deployment_of(name, version, layout, created=deploy.created, notes=upload.own.notes)
+        return deployment_of(name, version, layout, created=deploy.created, notes=upload.version_defaults.notes)
 
     def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
         """Returns the version that a call gets now. `point` in [0, 1) selects a version of a split alias.

@@ -1,4 +1,4 @@
-"""What to do about failures of S3 and of the way to it, for the operator who reads them once, at the start."""
+"""Advice about failures of S3 and of the way to it, for the operator."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _of_answer(error: ClientError) -> str:
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     region = details.get("Region") or headers.get("x-amz-bucket-region")
     if code in REGION_CODES or (code == "301" and region):
-        known = f" ({str(region)[:60]})" if region else ""
-        return f"set AWS_REGION to the bucket's region{known}"
+        in_words = f" ({str(region)[:60]})" if region else ""
+        return f"set AWS_REGION to the bucket's region{in_words}"
     if code in FORBIDDEN:
         action = ACTIONS.get(error.operation_name)
         return f"allow {action} to these credentials" if action else ""

@@ -30,7 +30,7 @@ class SourceFiles(msgspec.Struct, frozen=True):
     config: bytes
     weights: Path
     text_files: dict[str, bytes] = {}
-    """Files of the tokenizer beside the adapter, by name."""
+    """Files of the tokenizer next to the adapter, by name."""
 
 
 class Sources:

@@ -40,7 +40,7 @@ MARKS = (
     (".lora_B.bias", "lora_bias", "biases are not served"),
 )
 """Marks in tensors' names, the fields of the config that bring such tensors, and the reasons for refusing them."""
-OTHER_TENSORS = ("peft_type", "task_type")
+OTHER_TENSORS = ("peft_type", "task_type", "layer_replication")
 """Fields of the config whose problem means that the tensors are those of another kind of adapter."""
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight", "embed_out.weight")
 """Ends of the names of whole embeddings."""
@@ -127,7 +127,7 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
         else:
             problems += [] if targets else [_no_targets(adapter, base, modules)]
     pairs, mapping_problems = _map(adapter, base, modules, targets, settings is not None and settings.use_rslora)
-    problems += _not_implied(mapping_problems, problems, targets)
+    problems += _not_implied(mapping_problems, problems, targets, adapter)
     if not problems:
         warnings += _base_warnings(adapter, base)
     listed = tuple(problems[:MAX_PROBLEMS])
@@ -273,13 +273,18 @@ def _other_base_problem(
     )
 
 
-def _not_implied(mapping: list[Problem], problems: list[Problem], targets: list[Target]) -> list[Problem]:
+def _not_implied(
+    mapping: list[Problem], problems: list[Problem], targets: list[Target], adapter: PeftAdapter
+) -> list[Problem]:
     """Returns the problems of the mapping that do not follow from those of the config. Without targets, which is a
     problem of the config, all follow."""
     fields = {problem.tensor.partition("#")[2] for problem in problems}
     if not targets or not fields.isdisjoint(OTHER_TENSORS):
         return []
     implied = [mark for mark, field, _ in MARKS if field in fields]
+    saved = adapter.config.get("modules_to_save")
+    if isinstance(saved, list) and len(saved) <= MAX_NAMED:
+        implied += [f".{name}." for name in saved]
     return [problem for problem in mapping if not any(mark in problem.tensor for mark in implied)]
 
 

@@ -102,7 +102,7 @@ class VersionFiles:
                 ranks=layout.ranks,
                 targets=layout.targets,
                 bytes=layout.bytes,
-                warnings=(*layout.warnings, *deploy.upload.own.notes),
+                warnings=(*layout.warnings, *deploy.upload.version_defaults.notes),
                 created=time.time(),
                 source=deploy.upload.source,
             )

@@ -51,7 +51,12 @@ def compile_template(source: str) -> ChatTemplate:
 
     Raises an exception listed in ERRORS.
     """
-    functions = {"raise_exception": _raise, "strftime_now": _now, "dict": PlainDict(), "namespace": _Namespace}
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise,
+        "strftime_now": _now,
+        "dict": PlainDict(),
+        "namespace": _Namespace,
+    }
     sandbox = Sandbox({"tojson": _tojson}, functions, [_GenerationTag])
     names = find_undeclared_variables(sandbox.parse(source)) - {"messages", "add_generation_prompt"}
     return ChatTemplate(sandbox.from_string(source), frozenset(name for name in names if not name.endswith("_token")))

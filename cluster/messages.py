@@ -168,7 +168,7 @@ class TopLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     token_id: int
     logprob: float
     part: bytes = b""
-    """As in TokenLogprob."""
+    """Bytes of a part of a character, as in TokenLogprob."""
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omit_defaults=True):

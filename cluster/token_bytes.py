@@ -53,7 +53,7 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 def part_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Returns the bytes of a token that has a part of a character; empty if the tokenizer does not tell them."""
+    """Returns the bytes of a token that has a part of a character; empty if the tokenizer does not show them."""
     token = tokenizer.id_to_token(token_id) or ""
     if fallback := _FALLBACK.fullmatch(token):
         return bytes.fromhex(fallback[1])

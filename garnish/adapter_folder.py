@@ -46,12 +46,12 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     weights: Path
 
     def text_files(self) -> dict[str, bytes]:
-        """Returns the tokenizer's files that are beside the adapter, by name. Those that are too large are left out.
+        """Returns the tokenizer's files that are next to the adapter, by name. Those that are too large are left out.
         Raises OSError."""
-        found = {name: self.config.parent / name for name in TEXT_FILES}
+        files = {name: self.config.parent / name for name in TEXT_FILES}
         return {
             name: file.read_bytes()
-            for name, file in found.items()
+            for name, file in files.items()
             if file.is_file() and file.stat().st_size <= TEXT_FILES[name] and not _begins_as_pointer(file)
         }
 

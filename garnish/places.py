@@ -1,4 +1,4 @@
-"""Tells paths on this host from addresses, of which some are easily taken for paths, such as `s3:/bucket`."""
+"""Distinguishes paths on this host from addresses, some of which look like paths, such as `s3:/bucket`."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
-        named = ("name", "tool_call_id") if self.role == "tool" else ("name",)
-        return message | {name: value for name in named if (value := getattr(self, name)) is not None}
+        fields = ("name", "tool_call_id") if self.role == "tool" else ("name",)
+        return message | {name: value for name in fields if (value := getattr(self, name)) is not None}
 
 
 class ToolFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

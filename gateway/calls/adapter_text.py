@@ -1,4 +1,4 @@
-"""Defaults of a version from the tokenizer's files beside its adapter: chat template, end token, and added tokens."""
+"""Defaults of a version from the tokenizer's files next to its adapter: chat template, end token, and added tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_NAMED = 5
 async def own_defaults(
     files: Mapping[str, bytes], text: BaseText, templates: ChatTemplates, *, tenant: str, receive: Receive
 ) -> OwnDefaults:
-    """Returns the defaults of a version, and notes about them. `files`: the tokenizer's files beside the adapter.
+    """Returns the defaults of a version, and notes about them. `files`: the tokenizer's files next to the adapter.
 
     What the base has too is left out. What can't be used is noted, and refuses no deploy. Raises ServiceError only if
     the template can't be checked now.
@@ -65,8 +65,8 @@ def _template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str:
         return data.decode(errors="replace")
     stated = settings.get("chat_template")
     if isinstance(stated, list):
-        named = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
-        stated = named.get("default")
+        by_name = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
+        stated = by_name.get("default")
     return stated if isinstance(stated, str) else ""
 
 

@@ -18,7 +18,7 @@ def without_neutral(body: dict[str, Any]) -> dict[str, Any]:
 
     Values that belong to the caller are unchanged: JSON Schemas, arguments, metadata. So is what has a wrong type.
     """
-    stated = _without_null(body)
+    stated: dict[str, Any] = _without_null(body)
     if isinstance(messages := stated.get("messages"), list):
         stated["messages"] = [_message(each) for each in messages]
     if isinstance(tools := stated.get("tools"), list):

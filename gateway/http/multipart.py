@@ -54,7 +54,7 @@ class Upload(msgspec.Struct, frozen=True):
     policy: bytes | None
     alias: bytes | None
     text_files: dict[str, bytes]
-    """Files of the tokenizer beside the adapter, by name."""
+    """Files of the tokenizer next to the adapter, by name."""
 
 
 @asynccontextmanager

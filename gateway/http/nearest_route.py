@@ -25,7 +25,7 @@ ELSEWHERE = {
     "audio/transcriptions": "the base reads text alone",
     "load_lora_adapter": "adapters are deployed with POST /deploy/{name}",
 }
-"""What to do instead of routes that other services have, by the end of their paths."""
+"""Replacements of routes that other services have, by the ends of their paths."""
 _PARAMETER = re.compile(r"\{[^}]*\}")
 MAX_COMPARED = 200
 """Maximum characters of a path for which a route is sought."""

@@ -104,9 +104,12 @@ async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
 
 async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
     async with receive_upload(request, catalog.config) as upload:
-        limit, own = await _rank_limit(catalog), await _own(catalog, request, tenant, upload.text_files)
+        limit, defaults = (
+            await _rank_limit(catalog),
+            await _version_defaults(catalog, request, tenant, upload.text_files),
+        )
         adapter = AdapterUpload(
-            upload.config, upload.weights, _alias(upload), _policy(upload), rank_limit=limit, own=own
+            upload.config, upload.weights, _alias(upload), _policy(upload), rank_limit=limit, version_defaults=defaults
         )
         return await _store(catalog, request, tenant, name, adapter, how)
 
@@ -117,8 +120,11 @@ async def _from_source(catalog: Catalog, request: Request, tenant: str, name: st
     check_options(body.alias, body.policy)
     with catalog.pools["deploys"].hold_now(tenant):
         async with copied_source(catalog.config, catalog.sources, catalog.source_threads, place) as files:
-            limit, own = await _rank_limit(catalog), await _own(catalog, request, tenant, files.text_files)
-            adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source, limit, own)
+            limit, defaults = (
+                await _rank_limit(catalog),
+                await _version_defaults(catalog, request, tenant, files.text_files),
+            )
+            adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source, limit, defaults)
             return await _store(catalog, request, tenant, name, adapter, how)
 
 
@@ -126,7 +132,7 @@ async def _rank_limit(catalog: Catalog) -> RankLimit | None:
     return await rank_limit(catalog.cluster, catalog.base.fingerprint, catalog.config.max_lora_rank)
 
 
-async def _own(catalog: Catalog, request: Request, tenant: str, files: dict[str, bytes]) -> OwnDefaults:
+async def _version_defaults(catalog: Catalog, request: Request, tenant: str, files: dict[str, bytes]) -> OwnDefaults:
     return await own_defaults(files, catalog.text, catalog.templates, tenant=tenant, receive=request.receive)
 
 

@@ -42,9 +42,9 @@ class StopMatcher:
             return "" if is_hidden else piece, None
         text, marks = self._withheld + piece, self._marks + (HIDDEN if is_hidden else SHOWN) * len(piece)
         for end, character in enumerate(piece, start=len(self._withheld) + 1):
-            found = self._advance(character, marks[:end], is_hidden)
-            if found is not None and counts:
-                begin, stop = found
+            match = self._advance(character, marks[:end], is_hidden)
+            if match is not None and counts:
+                begin, stop = match
                 self._withheld = self._marks = ""
                 before = _shown(text, marks, begin)
                 return before + stop if self._include else before, stop
@@ -63,11 +63,11 @@ class StopMatcher:
     def _advance(self, character: str, marks: str, is_hidden: bool) -> tuple[int, str] | None:
         """Advances the automata by one character, the last one of `marks`. Returns where the stop string that it
         completes begins, and that stop string; None if it completes none."""
-        found = [(len(marks) - len(each.stop), each.stop) for each in self._in_all if each.advance(character)]
+        matches = [(len(marks) - len(each.stop), each.stop) for each in self._in_all if each.advance(character)]
         if not is_hidden:
             ended = [each.stop for each in self._in_shown if each.advance(character)]
-            found += [(_begin(marks, len(stop)), stop) for stop in ended]
-        return min(found, default=None)
+            matches += [(_begin(marks, len(stop)), stop) for stop in ended]
+        return min(matches, default=None)
 
     def _first_withheld(self, marks: str) -> int:
         shown = max(each.state for each in self._in_shown)
