@@ -192,7 +192,8 @@ def test_what_will_not_change_is_not_tried_again(proxy: Proxy, store: S3Store, s
         proxy.requests.clear()
         with pytest.raises(StoreUnavailable, match=str(status)) as raised:
             call(store)
-        assert len(proxy.requests) == 1, name
+        without_checksum = status == 501 and name.startswith("put")  # which may have been the reason
+        assert len(proxy.requests) == 1 + without_checksum, name
         assert "testing-secret" not in str(raised.value)
 
 

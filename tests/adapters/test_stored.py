@@ -44,7 +44,7 @@ def places(value: Any) -> list[dict[str, Any]]:
         return []
     found = [value]
     for name, each in value.items():
-        if name in ("removed", "reserved", "weights"):
+        if name in ("removed", "reserved", "weights", "templates"):
             continue
         found += places(list(each.values()) if name == "aliases" else each)
     return found

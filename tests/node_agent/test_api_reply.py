@@ -114,6 +114,12 @@ def test_offsets_and_bytes_are_those_of_the_text(
     for token_id, entry in zip(ids, entries, strict=True):
         assert entry.offset == len(whole)
         whole += detokenizer.add(token_id)
+    cut, top = data.draw(st.integers(0, len(ids))), Top(-0.5, [])
+    other = Reply(asked, "n2", TokenText(text), received=0.0)
+    other.resume(ids[:cut])
+    after = [other.translate(Generated("r1", token_id, top)) for token_id in ids[cut:]]
+    resumed = [entry.offset for token in after if isinstance(token, Token) for entry in token.logprobs]
+    assert resumed == [entry.offset for entry in entries[cut:]], "another node goes on with the same offsets"
     parts = [entry.part or entry.token.encode() for entry in entries]
     assert [top.part for entry in entries for top in entry.top] == [entry.part for entry in entries]
     assert all(entry.part for entry in entries if "\ufffd" in entry.token)
