@@ -23,9 +23,10 @@ from adapters.blobs import blob_key
 from adapters.errors import CorruptArtifact, NotFound
 from adapters.functions import ITEM_BYTES
 from adapters.modules import place_of
-from adapters.peft_format import TensorRef, read_tensor
+from adapters.peft_format import TensorRef
 from adapters.store import ObjectStore, RangeReader
-from adapters.validate import DTYPES, LoraLayout, LoraPair
+from adapters.tensor_values import SERVED_DTYPES, as_float32, read_tensor
+from adapters.validate import LoraLayout, LoraPair
 
 MAGIC = b"GARNISH1"
 ALIGN = 64
@@ -233,8 +234,9 @@ def _write_block(stream: BinaryIO, block: LayerBlock, pairs: Sequence[PlacedPair
 def _rows(weights: Path, ref: TensorRef, dtype: str, transposed: bool) -> bytes:
     """Returns the elements of a tensor, or of its transpose, row by row as little-endian `dtype`."""
     values: npt.NDArray[Any] = read_tensor(weights, ref).reshape(ref.shape)
-    if DTYPES[ref.dtype] != dtype:  # a file of mixed dtypes: all become float32, which represents each of them exactly
-        values = (values.astype("<u4") << 16).view("<f4") if ref.dtype == "BF16" else values.astype("<f4")
+    served = SERVED_DTYPES[ref.dtype]
+    if served != dtype:  # a file of mixed dtypes: all become float32, which represents each of them exactly
+        values = as_float32(values, served)
     return np.ascontiguousarray(values.T if transposed else values).tobytes()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -57,6 +57,11 @@ class Modules:
     def names(self) -> Sequence[str]:
         """Names of all modules; targets may match any of them."""
         return list(self._by_name)
+
+    def renamed(self, rename: Callable[[str], str]) -> Modules:
+        """Returns the same modules under other names."""
+        modules = [msgspec.structs.replace(module, name=rename(name)) for name, module in self._by_name.items()]
+        return Modules(modules, rename(self._output), rename(self._decoder))
 
     @property
     def all_linear(self) -> Sequence[str]:

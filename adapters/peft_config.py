@@ -4,6 +4,7 @@ with a reason."""
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -96,6 +97,7 @@ OTHER_COMPUTATION = {
 """Fields of other libraries that may change the result, with the reason for refusing them."""
 
 MAX_NAMED = 20
+_NUMBER = re.compile(r" *[0-9]{1,15}(?:\.[0-9]{1,15})? *", re.ASCII)
 
 HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -140,6 +142,7 @@ def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Prob
     )
     reader.check_combination(settings)
     problems += reader.problems
+    warnings += [_texts_warning(reader.texts)] if reader.texts else []
     return (None if reader.problems else settings), problems, warnings
 
 
@@ -147,6 +150,23 @@ def field_problem(field: str, problem: str, expected: str | None = None, actual:
     """Returns a Problem of a field of the config; `actual` is shortened."""
     shown = None if actual is None else repr(actual)[:200]
     return Problem(f"{CONFIG_FILE}#{field[:100]}", problem, expected, shown)
+
+
+def stated_number(value: object) -> object:
+    """Returns the number of a text such as "16" or "0.5"; any other value unchanged."""
+    if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else number
+
+
+def with_numbers(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config with numbers in the place of texts that state ranks and alphas."""
+    changed = {name: stated_number(config[name]) for name in ("r", "lora_alpha") if name in config}
+    for name in ("rank_pattern", "alpha_pattern"):
+        if isinstance(config.get(name), dict):
+            changed[name] = {key: stated_number(value) for key, value in config[name].items()}
+    return config | changed
 
 
 def _check_kind(config: dict[str, Any]) -> list[Problem]:
@@ -211,11 +231,20 @@ def _is_training_note(field: str) -> bool:
 
 
 def _ignored_warning(fields: list[str]) -> str:
-    """Returns one warning that names the ignored fields, MAX_NAMED at most."""
+    """Returns one warning that names the ignored fields."""
+    return f"{_listed(fields)} ignored: only the training run is concerned"
+
+
+def _texts_warning(fields: list[str]) -> str:
+    """Returns one warning that names the fields whose numbers are texts."""
+    return f"{_listed(fields)} written as text, and read as the number in it"
+
+
+def _listed(fields: list[str]) -> str:
+    """Returns the fields' names, MAX_NAMED at most, as the beginning of a sentence."""
     names = ", ".join(field[:100] for field in fields[:MAX_NAMED])
     more = f" and {len(fields) - MAX_NAMED} more" if len(fields) > MAX_NAMED else ""
-    verb = "is" if len(fields) == 1 else "are"
-    return f"{names}{more} in adapter_config.json {verb} ignored: only the training run is concerned"
+    return f"{names}{more} in {CONFIG_FILE} {'is' if len(fields) == 1 else 'are'}"
 
 
 class _Reader:
@@ -224,17 +253,28 @@ class _Reader:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.problems: list[Problem] = []
+        self.texts: list[str] = []
+        """Fields whose number is written as a text."""
 
     def wrong(self, field: str, problem: str, expected: str, value: object) -> None:
         self.problems.append(field_problem(field, problem, expected, value))
 
+    def _stated_number(self, field: str, value: object) -> object:
+        """Returns the number that a text such as "16" states, and records the field; any other value unchanged."""
+        number = stated_number(value)
+        if number is not value:
+            self.texts.append(field)
+        return number
+
     def rank(self, field: str, value: object) -> int:
+        value = self._stated_number(field, value)
         if type(value) is int and 1 <= value <= MAX_RANK:
             return value
         self.wrong(field, "unusable rank", f"an integer from 1 to {MAX_RANK}", value)
         return 1
 
     def number(self, field: str, value: object) -> float:
+        value = self._stated_number(field, value)
         # Nodes compute in float32, so the scale must be a finite float32.
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30:
             return float(value)

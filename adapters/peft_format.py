@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from adapters import strict_json
 from adapters.errors import InvalidAdapter, Problem, TooLarge
@@ -19,6 +18,7 @@ MAX_HEADER_BYTES = 16 << 20
 """Maximum size of the safetensors header in bytes. The largest real adapters have some thousands of tensors; a longer
 header would be mostly metadata."""
 MAX_TENSORS = 100_000
+BOM_WARNING = f"{CONFIG_FILE} begins with a BOM, a byte order mark, which is ignored"
 
 ITEM_BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
@@ -47,6 +47,8 @@ class PeftAdapter(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     tensors: dict[str, TensorRef]
     weights: Path
+    warnings: tuple[str, ...] = ()
+    """Peculiarities of the files that do not change what they mean."""
 
 
 def read_peft(config: bytes, weights: Path, max_tensors: int = MAX_TENSORS) -> PeftAdapter:
@@ -68,7 +70,8 @@ def read_peft(config: bytes, weights: Path, max_tensors: int = MAX_TENSORS) -> P
         problems += error.problems
     if problems:
         raise InvalidAdapter(problems)
-    return PeftAdapter(config=parsed, tensors=tensors, weights=weights)
+    warnings = (BOM_WARNING,) if config.startswith(codecs.BOM_UTF8) else ()
+    return PeftAdapter(config=parsed, tensors=tensors, weights=weights, warnings=warnings)
 
 
 def read_config(data: bytes) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def read_config(data: bytes) -> dict[str, Any]:
     if data.startswith(LFS_POINTER):
         raise InvalidAdapter([Problem(CONFIG_FILE, POINTER_PROBLEM)])
     try:
-        parsed = strict_json.loads(data)
+        parsed = strict_json.loads(data.removeprefix(codecs.BOM_UTF8))
     except strict_json.InvalidJson as error:
         raise InvalidAdapter([Problem(CONFIG_FILE, f"not valid JSON: {error}")]) from None
     if not isinstance(parsed, dict):
@@ -116,19 +119,18 @@ def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str
     return _check_table(table, 8 + length, total)
 
 
-def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
-    """Returns the tensor's elements as a flat array: float32 for F32, float16 for F16, uint16 (raw bits) for BF16.
+def read_bytes(weights: Path, ref: TensorRef) -> bytes:
+    """Returns the tensor's bytes.
 
     The file is read, not mapped: truncating a mapped file would kill the process. Raises InvalidAdapter when the file
     has become shorter since its header was read.
     """
-    kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[ref.dtype]
     with weights.open("rb") as stream:
         stream.seek(ref.start)
         data = stream.read(ref.size)
     if len(data) != ref.size:
         raise _file_problem("it became shorter while it was read")
-    return np.frombuffer(data, dtype=kind)
+    return data
 
 
 def _refuse_other_formats(start: bytes) -> None:

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from adapters.base_model import BaseModel
 from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
 from adapters.modules import Module, Modules, label
 from adapters.peft_config import LoraSettings, check_config, field_problem, scale
-from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
+from adapters.peft_format import PeftAdapter, TensorRef, read_peft
 from adapters.peft_targets import Target, find_targets
 from adapters.rank_limit import RankLimit
 from adapters.tensor_names import with_plain_names
+from adapters.tensor_values import SERVED_DTYPES, dtype_problem, dtype_warnings, is_finite
+from adapters.wrapped_adapters import find_wrapped_targets, in_one_problem, without_wrapper, wrapper_warning
 
 DIGEST_FORMAT = 1
 """Format number in every digest; raise it when the stored content changes its meaning, so that digests differ."""
@@ -26,8 +27,6 @@ DIGEST_FORMAT = 1
 SPARE_TENSORS = 4096
 """Maximum number of surplus tensors that are refused one by one. Surplus tensors are those beyond the most that an
 adapter of the base can have. If there are more, they are one problem."""
-
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 MAX_NAMED = 20
 """Maximum number of modules that a problem names."""
@@ -75,7 +74,7 @@ class LoraLayout(msgspec.Struct, frozen=True):
     pairs: tuple[LoraPair, ...]
     """Adapted modules, in the order of the base."""
     dtype: str
-    """Dtype in which the tensors are served: float32, float16 or bfloat16; float32 if the file mixes dtypes."""
+    """Dtype in which the tensors are served: float32, float16 or bfloat16; float32 if the file mixes such dtypes."""
     ranks: tuple[int, ...]
     """Distinct ranks of the modules, ascending."""
     targets: tuple[str, ...]
@@ -112,7 +111,9 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
     """Maps the adapter to the base model, and returns the result with its problems. Raises InvalidAdapter when the
     tensors' names show that it is another kind of file."""
     settings, problems, warnings = check_config(adapter.config)
+    warnings = [*adapter.warnings, *warnings]
     try:
+        adapter, wrapper = without_wrapper(adapter, base.modules)
         adapter = with_plain_names(adapter)
     except InvalidAdapter as error:
         raise InvalidAdapter([*error.problems, *problems]) from None
@@ -121,24 +122,28 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
         if settings.target_modules is None:
             settings = msgspec.structs.replace(settings, target_modules=base.default_targets)
         try:
-            targets = find(settings, modules)
+            targets = find_wrapped_targets(settings, modules, wrapper, find)
         except InvalidAdapter as error:
             problems += error.problems
         else:
             problems += [] if targets else [_no_targets(adapter, base, modules)]
     pairs, mapping_problems = _map(adapter, base, modules, targets, settings is not None and settings.use_rslora)
-    problems += _not_implied(mapping_problems, problems, targets, adapter)
+    mapping_problems = _not_implied(mapping_problems, problems, targets, adapter)
+    if wrapper is not None:
+        mapping_problems = in_one_problem(mapping_problems, wrapper, len(adapter.tensors), base.id)
+        warnings.append(wrapper_warning(wrapper, base.id))
+    problems += mapping_problems
     if not problems:
-        warnings += _base_warnings(adapter, base)
-    listed = tuple(problems[:MAX_PROBLEMS])
+        warnings += [*_base_warnings(adapter, base), *dtype_warnings(adapter.tensors.values())]
+    shown = tuple(problems[:MAX_PROBLEMS])
     adapted = {modules.adaptable[pair.module].target for pair in pairs}
     return Inspection(
         pairs=pairs,
         targets=tuple(target for target in modules.targets if target in adapted),
         tensors=tuple(adapter.tensors.values()),
-        problems=listed,
+        problems=shown,
         warnings=tuple(warnings),
-        omitted=len(problems) - len(listed),
+        omitted=len(problems) - len(shown),
         rank=settings.rank if settings is not None else 0,
     )
 
@@ -195,7 +200,8 @@ def _layout(weights: Path, inspection: Inspection) -> LoraLayout:
     pairs = inspection.pairs
     refs = [ref for pair in pairs for ref in (pair.a, pair.b)]
     dtypes = {ref.dtype for ref in refs}
-    dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else "float32"
+    served = {SERVED_DTYPES[dtype] for dtype in dtypes}
+    dtype = served.pop() if len(served) == 1 else "float32"
     weights_sha256 = file_sha256(weights)
     return LoraLayout(
         digest=digest_of(pairs, weights_sha256),
@@ -308,20 +314,12 @@ def _unmapped(ref: TensorRef, base: BaseModel, modules: Modules) -> Problem:
 
 
 def _value_problems(tensors: Sequence[TensorRef], weights: Path) -> list[Problem]:
-    problems: list[Problem] = []
+    unserved = [ref for ref in tensors if ref.dtype not in SERVED_DTYPES]
+    problems = [dtype_problem(unserved)] if unserved else []
     for ref in tensors:
-        if ref.dtype not in DTYPES:
-            problems.append(Problem(ref.name[:300], "dtype is not served", "F32, F16 or BF16", ref.dtype))
-        elif not _is_finite(weights, ref):
+        if ref.dtype in SERVED_DTYPES and not is_finite(weights, ref):
             problems.append(Problem(ref.name[:300], "holds NaN or Infinity", "finite values"))
     return problems
-
-
-def _is_finite(weights: Path, ref: TensorRef) -> bool:
-    values = read_tensor(weights, ref)
-    if ref.dtype == "BF16":
-        return not bool(np.any((values & 0x7F80) == 0x7F80))  # all exponent bits set
-    return bool(np.isfinite(values).all())
 
 
 def _base_warnings(adapter: PeftAdapter, base: BaseModel) -> list[str]:

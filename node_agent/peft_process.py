@@ -7,17 +7,20 @@ then a PeftAnswer per prompt, or Failed.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapters.errors import AdapterError
-from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, with_numbers
 from adapters.peft_format import read_peft
-from adapters.tensor_names import with_plain_names
+from adapters.tensor_names import plain_name
+from adapters.wrapped_names import find_wrapper
 from cluster.text import end_token_ids
 from node_agent.child import die_with_parent, read_config, take_output
 from node_agent.collector import settle, stop_collecting
@@ -51,7 +54,8 @@ class PeftAlone:
             job.model_dir, dtype=DTYPES.get(job.dtype, "auto"), local_files_only=True
         )
         self.dtype = str(base.dtype).removeprefix("torch.")
-        adapter_dir = with_plain_tensors(Path(job.adapter_dir), scratch)
+        modules = [name for name, _ in base.named_modules()]
+        adapter_dir = with_plain_files(Path(job.adapter_dir), scratch, modules)
         # the node computes adapters in its own dtype; PEFT would use float32 by default
         model: Any = PeftModel.from_pretrained(base, adapter_dir, autocast_adapter_dtype=False)
         self.model: Any = model.to(base.dtype).eval().to(self.device)
@@ -105,22 +109,29 @@ class PeftAlone:
         return PeftAnswer(len(ids), tokens, text, seconds, self.positions(ids, prompt))
 
 
-def with_plain_tensors(folder: Path, scratch: Path) -> Path:
-    """Returns the adapter's folder, or a converted copy in `scratch` if its tensor names contain an adapter's name.
+def with_plain_files(folder: Path, scratch: Path, modules: Collection[str]) -> Path:
+    """Returns the adapter's folder, or a converted copy in `scratch` if PEFT would not read it as a deploy does.
+    `modules`: names of the base's modules.
 
-    PEFT would not find tensors with such names, and would answer like the base model. Raises InvalidAdapter, OSError.
+    PEFT finds no tensors whose names have an adapter's name or a wrapper's part, and would answer like the base model.
+    Raises InvalidAdapter, OSError.
     """
     from safetensors.torch import load_file, save_file
 
     config = (folder / CONFIG_FILE).read_bytes()
     written = read_peft(config, folder / WEIGHTS_FILE)
-    plain = with_plain_names(written)
-    if plain is written:
+    wrapped = find_wrapper(written.tensors, modules)
+    unwrapped = {name: name for name in written.tensors} if wrapped is None else wrapped[1]
+    plain = {name: plain_name(unwrapped[name]) for name in written.tensors}
+    fields = with_numbers(written.config)
+    if fields == written.config and not written.warnings and all(old == new for old, new in plain.items()):
         return folder
+    if wrapped is not None and wrapped[0].is_language_model:  # its patterns are for the multimodal model's names
+        names = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in plain.values()}
+        fields["target_modules"] = sorted(names)
     tensors = load_file(folder / WEIGHTS_FILE)
-    renamed = {new: tensors[old] for old, new in zip(written.tensors, plain.tensors, strict=True)}
-    save_file(renamed, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
-    (scratch / CONFIG_FILE).write_bytes(config)
+    save_file({plain[name]: each for name, each in tensors.items()}, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
+    (scratch / CONFIG_FILE).write_text(json.dumps(fields))
     return scratch
 
 

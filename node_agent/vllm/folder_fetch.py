@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from adapters.blobs import blob_key
 from adapters.errors import AdapterError, CorruptArtifact, NotFound
@@ -37,7 +37,10 @@ class FetchJob:
         cache: DiskCache | None,
         threads: LoaderThreads,
         on_change: Callable[[], None],
+        modules: Collection[str],
     ) -> None:
+        """`modules`: names of the base's modules."""
+        self._modules = modules
         self.load, self._store, self._threads, self._on_change = folder, store, threads, on_change
         self._cache = cache
         self._cached: CachedAdapter | None = None
@@ -68,7 +71,7 @@ class FetchJob:
         try:
             state = work() or state
             if state is FolderState.COMPLETE:
-                make_loadable(self.load.path, self.load.adapter.ranks)
+                make_loadable(self.load.path, self.load.adapter.ranks, self._modules)
         except (CorruptArtifact, NotFound) as error:
             failure = LoadFailed(str(error), damaged=True)
         except (AdapterError, OSError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from pathlib import Path
 
 from adapters.store import ObjectStore
@@ -42,10 +42,12 @@ class FolderTier:
         eviction: LeastRecentlyUsed,
         on_change: Callable[[], None],
         cache: DiskCache | None = None,
+        modules: Collection[str] = (),
     ) -> None:
-        """`on_change` is called by loader threads when a load has advanced. Raises OSError if there is no
-        memory-backed directory."""
+        """`modules`: names of the base's modules. `on_change` is called by loader threads when a load has advanced.
+        Raises OSError if there is no memory-backed directory."""
         self._store, self.memory, self.eviction, self._on_change = store, memory, eviction, on_change
+        self._modules = modules
         self.cache, self.rates, self.pinned = cache, LoadRates(), frozenset[str]()
         self.threads = LoaderThreads("fetch", THREADS)
         self._waiters = Waiters()
@@ -110,7 +112,7 @@ class FolderTier:
             folder.tenant = self._waiters.last_tenant(adapter.digest)
             folder.origin = tier_below(self.cache, adapter.digest)
             self._folders[adapter.digest] = folder
-            self.threads.add(FetchJob(folder, self._store, self.cache, self.threads, self._on_change))
+            self.threads.add(FetchJob(folder, self._store, self.cache, self.threads, self._on_change, self._modules))
         self._folders.move_to_end(adapter.digest)
         return folder
 

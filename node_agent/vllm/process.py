@@ -124,7 +124,7 @@ def build_engine(config: EngineConfig, base: BaseModel, wake: WakeUp) -> tuple[V
     settings = settings_of(driver.wait(START_S))
     demand, policy = Demand(), POLICIES[config.eviction]
     cache = open_cache(config.disk_cache, base.fingerprint, cached_files.is_intact)
-    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set, cache)
+    hosts = FolderTier(registry, config.host_memory, policy(demand), wake.set, cache, base.modules.names)
     limits = SlotLimits(
         count=settings.lora_config.max_loras,
         max_rank=settings.lora_config.max_lora_rank,

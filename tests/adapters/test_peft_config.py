@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
-from peft_files import peft_model, tiny_model
+from peft_files import changed, peft_model, read, tiny_model
 
+from adapters.base_model import BaseModel
 from adapters.model_families import FAMILIES
 from adapters.modules import family_modules
 from adapters.peft_config import HARMLESS, OTHER_COMPUTATION, REFUSED, SERVED, TRAINERS, TRAINING, check_config
@@ -137,9 +138,13 @@ def test_module_names_are_those_of_transformers() -> None:
         ("r", 513),
         ("r", 8.0),
         ("r", True),
-        ("r", "8"),
+        ("r", "eight"),
+        ("r", "-8"),
+        ("r", "8.5"),
+        ("r", "0"),
         ("r", None),
-        ("lora_alpha", "8"),
+        ("lora_alpha", "0x8"),
+        ("lora_alpha", "nan"),
         ("lora_alpha", None),
         ("lora_alpha", 1e31),
         ("lora_alpha", 10**400),
@@ -232,3 +237,28 @@ def test_fan_in_fan_out_is_ignored_with_a_warning() -> None:
     _, problems, warnings = check_config(plain(fan_in_fan_out=True))
     assert problems == []
     assert "fan_in_fan_out" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"r": "4"},
+        {"lora_alpha": "8"},
+        {"lora_alpha": " 8.0 "},
+        {"r": "4", "lora_alpha": "8", "rank_pattern": {"q_proj": "4"}, "alpha_pattern": {"q_proj": "8"}},
+    ],
+)
+def test_numbers_as_texts_are_read_with_a_warning(
+    fields: dict[str, Any], good: tuple[bytes, Path], base: BaseModel
+) -> None:
+    layout, plain = read(changed(good[0], **fields), good[1], base), read(*good, base)
+    assert layout.pairs == plain.pairs
+    (warning,) = layout.warnings
+    assert warning.endswith("written as text, and read as the number in it")
+    assert all(name in warning for name in fields)
+
+
+def test_a_bom_before_the_config_is_ignored_with_a_warning(good: tuple[bytes, Path], base: BaseModel) -> None:
+    layout = read(b"\xef\xbb\xbf" + good[0], good[1], base)
+    assert layout.pairs == read(*good, base).pairs
+    assert layout.warnings == ("adapter_config.json begins with a BOM, a byte order mark, which is ignored",)

@@ -22,6 +22,7 @@ from tests.support.peft_reference import make_adapter
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ["q_proj", "o_proj", "down_proj"]
 Edit = Callable[[dict[str, Any]], Any]
+BASE_MODULES = ["model.layers.0.self_attn.q_proj"]
 
 
 def without(*names: str) -> Edit:
@@ -48,6 +49,10 @@ FORMS: dict[str, tuple[dict[str, Any], Edit, bool]] = {
         without("r"), True,
     ),
     "nulls": ({"r": 4, "target_modules": TARGETS}, setting(exclude_modules=None, layers_pattern=None), False),
+    "numbers as texts": (
+        {"r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 2}, "target_modules": TARGETS},
+        setting(r="4", lora_alpha="8.0", rank_pattern={"q_proj": "2"}), False,
+    ),
     **{
         f"initialised by {init}": ({"r": 4, "target_modules": TARGETS}, setting(init_lora_weights=init), False)
         for init in HARMLESS_INITS
@@ -77,7 +82,7 @@ def test_peft_reads_the_same_adapter(name: str, stories_dir: Path, tmp_path: Pat
     folder, layout = made(name, stories_dir, tmp_path / "a")
     before = shutil.copytree(folder, tmp_path / "before")
     size = (folder / WEIGHTS).stat().st_size
-    make_loadable(folder, layout.ranks)
+    make_loadable(folder, layout.ranks, BASE_MODULES)
     again = check_values(
         inspect_once((folder / CONFIG).read_bytes(), folder / WEIGHTS, load_base_model(stories_dir)), folder / WEIGHTS
     )
@@ -95,10 +100,37 @@ def test_peft_reads_the_same_adapter(name: str, stories_dir: Path, tmp_path: Pat
         assert (folder / CONFIG).read_bytes() == (before / CONFIG).read_bytes()
 
 
+@pytest.mark.parametrize("part", ["_orig_mod.base_model.model.model.", "base_model.model.model.language_model."])
+def test_a_wrappers_part_and_a_bom_are_removed(part: str, stories_dir: Path, tmp_path: Path) -> None:
+    folder, layout = made("its name in the tensors", stories_dir, tmp_path / "a")
+    plain = safetensors.torch.load_file(folder / WEIGHTS)
+    renamed = {name.replace("base_model.model.model.", part): each for name, each in plain.items()}
+    safetensors.torch.save_file(renamed, folder / WEIGHTS)
+    (folder / CONFIG).write_bytes(b"\xef\xbb\xbf" + (folder / CONFIG).read_bytes())
+    base = load_base_model(stories_dir)
+    wrapped = check_values(inspect_once((folder / CONFIG).read_bytes(), folder / WEIGHTS, base), folder / WEIGHTS)
+    assert [(p.module, p.rank, p.scale) for p in wrapped.pairs] == [(p.module, p.rank, p.scale) for p in layout.pairs]
+    make_loadable(folder, layout.ranks, base.modules.names)
+    found = safetensors.torch.load_file(folder / WEIGHTS)
+    assert found.keys() == {name.replace(".default.", ".") for name in plain}
+    assert all(torch.equal(found[name.replace(".default.", ".")], tensor) for name, tensor in plain.items())
+    assert (folder / CONFIG).read_text().startswith("{")
+
+
+def test_parts_that_the_base_itself_has_stay(stories_dir: Path, tmp_path: Path) -> None:
+    """A multimodal base's own modules are in its language model."""
+    folder, layout = made("as saved", stories_dir, tmp_path / "a")
+    plain = safetensors.torch.load_file(folder / WEIGHTS)
+    renamed = {name.replace("model.layers", "model.language_model.layers"): each for name, each in plain.items()}
+    safetensors.torch.save_file(renamed, folder / WEIGHTS)
+    make_loadable(folder, layout.ranks, ["model.language_model.layers.0.self_attn.q_proj"])
+    assert safetensors.torch.load_file(folder / WEIGHTS).keys() == renamed.keys()
+
+
 def test_files_that_can_not_be_read_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_bytes(b"[]")
     for content in (b"", b"\xff" * 20, b"\x02\0\0\0\0\0\0\0[]"):
         (tmp_path / WEIGHTS).write_bytes(content)
-        make_loadable(tmp_path, (4,))
+        make_loadable(tmp_path, (4,), BASE_MODULES)
         assert (tmp_path / WEIGHTS).read_bytes() == content
     assert (tmp_path / CONFIG).read_bytes() == b"[]"

@@ -22,9 +22,9 @@ from adapters.peft_format import (
     MAX_HEADER_BYTES,
     read_config,
     read_peft,
-    read_tensor,
     read_tensor_table,
 )
+from adapters.tensor_values import read_tensor
 from adapters.wrong_files import LFS_POINTER
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

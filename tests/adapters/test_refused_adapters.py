@@ -207,14 +207,6 @@ def test_the_largest_finite_values_are_served(
     assert read(good[0], edited(good, tmp_path / "w", stretch), base).ranks == (4,)
 
 
-def test_other_dtypes_are_refused(tmp_path: Path, good: tuple[bytes, Path], base: BaseModel) -> None:
-    def widen(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"{Q0}.lora_A.weight"] = tensors[f"{Q0}.lora_A.weight"].double()
-
-    found = problems(good[0], edited(good, tmp_path / "w", widen), base)
-    assert [(problem.tensor, problem.found) for problem in found] == [(f"{Q0}.lora_A.weight", "F64")]
-
-
 @pytest.mark.parametrize("rank", [1, 511, 512])
 def test_ranks_up_to_the_limit_are_served(tmp_path: Path, base: BaseModel, rank: int) -> None:
     assert read(*adapter(tmp_path / "a", r=rank, target_modules=["down_proj"]), base).ranks == (rank,)

@@ -14,7 +14,7 @@ from adapters.base_model import load_base_model
 from adapters.inspector import inspect_once
 from adapters.peft_config import BASE_CHANGING_INITS
 from adapters.peft_folder import make_loadable
-from tests.adapters.test_peft_folder import CONFIG, FORMS, TARGETS, WEIGHTS, made
+from tests.adapters.test_peft_folder import BASE_MODULES, CONFIG, FORMS, TARGETS, WEIGHTS, made
 from tests.support.peft_reference import make_adapter
 
 pytestmark = pytest.mark.vllm
@@ -61,10 +61,10 @@ def test_vllm_takes_each_form_up_to_its_rank(python: Path, stories_dir: Path, tm
     for number, name in enumerate(FORMS):
         folder, layout = made(name, stories_dir, tmp_path / str(number))
         raw.append((name, str(shutil.copytree(folder, tmp_path / f"raw{number}")), max(layout.ranks)))
-        make_loadable(folder, layout.ranks)
+        make_loadable(folder, layout.ranks, BASE_MODULES)
         asked.append((name, str(folder), max(layout.ranks)))
     assert answers_of_vllm(python, asked) == dict.fromkeys(FORMS, "")
-    assert sum(bool(reason) for reason in answers_of_vllm(python, raw).values()) == 6
+    assert sum(bool(reason) for reason in answers_of_vllm(python, raw).values()) == 7
 
 
 REFUSED: dict[str, dict[str, Any]] = {
