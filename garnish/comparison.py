@@ -200,7 +200,7 @@ def run_comparison(
     if request.adapter is not None:
         files = named_folder(request.adapter, version)
     else:
-        files = registry_folder(registry_of(service, request.state.absolute()), version)
+        files = registry_folder(find_registry(service, request.state.absolute()), version)
     with files as folder:
         if request.chat is None:
             request = msgspec.structs.replace(request, chat=has_chat_template(model))
@@ -310,15 +310,32 @@ def ask_peft(
     return loaded, answers
 
 
+ELSEWHERE = (
+    "name the service's state directory with --state or its service file with -f, or the folder that was deployed with "
+    "--adapter"
+)
+"""Advice for a registry that is not the service's."""
+
+
+def find_registry(service: ServiceFile, state: Path) -> str:
+    """Returns the registry's address: the one in the service file, or the state directory's if that is not here.
+
+    Raises FrontDoorError if neither is here.
+    """
+    in_file, of_state = registry_of(service, state), str(state / "registry")
+    for registry in (in_file, of_state):
+        if "://" in registry or Path(registry).is_dir():
+            return registry
+    nor = "" if of_state == in_file else f", nor {of_state}"
+    raise FrontDoorError(f"there is no registry {in_file} here{nor}: {ELSEWHERE}")
+
+
 @contextlib.contextmanager
 def registry_folder(registry: str, version: VersionReply) -> Iterator[Path]:
     """Yields a temporary folder with the version's two files from the registry, checked against their hashes.
 
     Raises FrontDoorError if the registry can't be read, or the files were changed.
     """
-    elsewhere = "name the folder that was deployed with --adapter"
-    if "://" not in registry and not Path(registry).is_dir():
-        raise FrontDoorError(f"there is no registry {registry} here: {elsewhere}")
     with tempfile.TemporaryDirectory(prefix="garnish-") as folder:
         try:
             store = open_store(registry)
@@ -327,7 +344,7 @@ def registry_folder(registry: str, version: VersionReply) -> Iterator[Path]:
         except AdapterError as error:
             raise FrontDoorError(
                 f"the registry {registry} does not give the files of {version.function}:{version.version} "
-                f"({error}): {elsewhere}"
+                f"({error}): {ELSEWHERE}"
             ) from None
         yield Path(folder)
 
