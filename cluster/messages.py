@@ -80,6 +80,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """True: the output text includes the stop string, or the token, that ended it."""
     grammar: Grammar | None = None
     """Form that the output must have; None: any text."""
+    allowed_token_ids: list[int] = []
+    """Tokens that the output may have; empty: all. They can't be combined with a grammar."""
+    spaces_between_special_tokens: bool = True
+    """False: consecutive added tokens have no spaces between them in the text."""
+    cache_salt: str = ""
+    """Text that separates cached prefixes: only requests of a tenant with the same one share them."""
 
 
 class Adapter(msgspec.Struct, frozen=True):

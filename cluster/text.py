@@ -58,18 +58,21 @@ class BaseText:
         self._token_bytes = token_bytes(self.tokenizer)
         self._added = _added_tokens(self.tokenizer)
 
-    def encode_prompt(self, prompt: str, limit: int | None = None, keep: int | None = None) -> list[int]:
-        """Returns the token ids of a raw prompt, with the tokenizer's special tokens; BOS alone for an empty prompt.
+    def encode_prompt(
+        self, prompt: str, limit: int | None = None, keep: int | None = None, *, special: bool = True
+    ) -> list[int]:
+        """Returns the token ids of a raw prompt; BOS alone for an empty prompt. `special`: with the tokenizer's special
+        tokens.
 
         `keep`: maximum number of tokens, including the special tokens that the tokenizer adds; only the last ones are
         kept. Raises TextTooLong, without tokenising, when the prompt certainly has more than `limit` tokens.
         """
         if not prompt:
             return [self.bos_id]
-        ids = self._ids(prompt, limit, special=True)
+        ids = self._ids(prompt, limit, special=special)
         if keep is None or len(ids) <= keep:
             return ids
-        before, after = self._added
+        before, after = self._added if special else (0, 0)
         room = max(keep - before - after, 0)
         return [*ids[:before], *ids[len(ids) - after - room : len(ids) - after], *ids[len(ids) - after :]][:keep]
 

@@ -40,8 +40,8 @@ class SamplingBatch:
     rules: dict[int, ScoreRules] = field(default_factory=dict)
     """rules that change a row's logits before sampling, by row; rows without rules are left out"""
     masks: dict[int, Callable[[], np.ndarray]] = field(default_factory=dict)
-    """by row, returns the tokens that its grammar allows, as bits i32[ceil(V / 32)]; rows without a grammar are left
-    out. It is called while the device computes the pass."""
+    """by row, returns the tokens that its grammar or parameters allow, as bits i32[ceil(V / 32)]; rows that may have
+    all tokens are left out. It is called while the device computes the pass."""
 
 
 @dataclass(frozen=True)

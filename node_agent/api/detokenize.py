@@ -27,6 +27,8 @@ class TokenText:
         self.eos_ids = text.eos_ids
         self._skip_special = skip_special
         added = text.tokenizer.get_added_tokens_decoder()
+        self.added = {token_id: str(each.content) for token_id, each in added.items()}
+        """texts of added tokens, special or not, by id"""
         self.silent_texts = {
             token_id: str(each.content) for token_id, each in added.items() if each.special and skip_special
         }
@@ -74,8 +76,10 @@ class IncrementalDetokenizer:
     byte turns all of its characters into replacement characters.
     """
 
-    def __init__(self, tokens: TokenText, prompt_ids: Sequence[int] = ()) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: TokenText, prompt_ids: Sequence[int] = (), *, spaces: bool = True) -> None:
+        """`spaces`: False writes an added token after another one without the tokenizer's space between them."""
+        self._tokens, self._spaces = tokens, spaces
+        self._follows_added = False
         self._window = _context(tokens, prompt_ids)
         self._emitted = len(tokens.decode(self._window))
         """number of characters of the window's text that were already emitted or belong to the prompt"""
@@ -92,9 +96,14 @@ class IncrementalDetokenizer:
         final = len(text) - text.endswith(REPLACEMENT)
         piece = text[self._emitted : final]
         self._emitted = max(self._emitted, final)
+        if not self._spaces:
+            piece, self._follows_added = self._without_space(token_id, piece), token_id in self._tokens.added
         if len(self._window) > WINDOW:
             self._shorten(withheld=len(text) - self._emitted)
         return piece
+
+    def _without_space(self, token_id: int, piece: str) -> str:
+        return self._tokens.added.get(token_id, piece) if self._follows_added else piece
 
     def flush(self) -> str:
         """Returns the remaining text at the end of the tokens. An unfinished character becomes a replacement

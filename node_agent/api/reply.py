@@ -42,7 +42,8 @@ class Reply:
         sampling = request.sampling
         self._tokens = tokens
         token_text = tokens if sampling.skip_special_tokens else tokens.with_special
-        self._text = IncrementalDetokenizer(token_text, request.token_ids)
+        spaces = sampling.skip_special_tokens or sampling.spaces_between_special_tokens
+        self._text = IncrementalDetokenizer(token_text, request.token_ids, spaces=spaces)
         hidden = token_text.silent_texts.values() if request.stop else ()
         self._matcher = StopMatcher(request.stop, include=sampling.include_stop, hidden=hidden)
         self._hidden = token_text.silent_texts if self._matcher.reads_hidden else {}

@@ -135,10 +135,14 @@ def _check_parameters(request: GenerateRequest, vocab_size: int) -> None:
     )
     _require(all(map(math.isfinite, sampling.logit_bias.values())), "logit_bias", "holds a number that is not finite")
     _require(all(sampling.bad_words), "bad_words", "holds an empty word")
+    _require(
+        not sampling.allowed_token_ids or sampling.grammar is None, "allowed_token_ids", "can't have a grammar, too"
+    )
     words = [token for word in sampling.bad_words for token in word]
     for field, ids in (
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids),
         ("bad_words", words),
     ):
         _require(len(ids) <= PARAMETER_TOKENS, field, f"has more than {PARAMETER_TOKENS} token ids")

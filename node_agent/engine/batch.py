@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 
 import numpy as np
 import torch
@@ -87,8 +87,17 @@ def _sampling(rows: list[Row]) -> SamplingBatch:
         ],
         logprobs=[-1 if sampling.logprobs is None else sampling.logprobs for sampling in samplings],
         rules={i: request.rules for i, request in enumerate(requests) if request.rules is not None},
-        masks={i: request.grammar.mask for i, request in enumerate(requests) if request.grammar is not None},
+        masks={i: mask for i, request in enumerate(requests) if (mask := _mask(request)) is not None},
     )
+
+
+def _mask(request: Request) -> Callable[[], np.ndarray] | None:
+    """Returns a function that returns the tokens that may come next, as bits; None if all may. No request has both a
+    grammar and `allowed_token_ids`."""
+    if request.grammar is not None:
+        return request.grammar.mask
+    allowed = request.allowed
+    return None if allowed is None else lambda: allowed
 
 
 def build_lora(rows: list[Row], device: torch.device, without: Container[str] = ()) -> LoraBatch:

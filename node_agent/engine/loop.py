@@ -31,6 +31,7 @@ from node_agent.engine.scheduler import HotRows
 from node_agent.ipc import Ready, Top
 from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
+from node_agent.runner.token_masks import mask_of
 from node_agent.sending_runner import batch_device
 from node_agent.types import ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
@@ -171,6 +172,8 @@ class Engine(EngineBase):
 
     def _start(self, request: Request) -> None:
         request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
+        if request.sampling.allowed_token_ids:
+            request.allowed = mask_of(request.sampling.allowed_token_ids, self.limits.vocab_size)
 
     def _stop(self, request: Request) -> list[Event]:
         self.cold.book_loads([request])  # include load times since the last iteration

@@ -1,8 +1,8 @@
 """Keys of KV blocks, so that requests with a common prefix need not compute it again.
 
-A key is a hash of all tokens up to the end of the block, of the adapter's digest and of the tenant. Keys and values
-depend on the tokens and the adapter. The tenant is included so that response times reveal nothing about other tenants'
-texts.
+A key is a hash of all tokens up to the end of the block, of the adapter's digest, of the tenant and of the request's
+`cache_salt`. Keys and values depend on the tokens and the adapter. The tenant is included so that response times reveal
+nothing about other tenants' texts, and the salt does the same among a tenant's users.
 """
 
 from __future__ import annotations
@@ -78,4 +78,4 @@ class Prefixes:
 
 def _root(request: Request) -> bytes:
     digest = "" if request.adapter is None else request.adapter.digest
-    return sha256(f"{digest}\n{request.tenant}".encode()).digest()
+    return sha256(f"{digest}\n{request.cache_owner}".encode()).digest()

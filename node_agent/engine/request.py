@@ -11,6 +11,8 @@ from node_agent.leases import Lease
 from node_agent.states import REQUEST_TRANSITIONS, RequestState, check_transition
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from node_agent.engine.grammars import RequestGrammar
     from node_agent.runner.score_rules import ScoreRules
 
@@ -99,6 +101,8 @@ class Request:
     state: RequestState = RequestState.WAITING
     rules: ScoreRules | None = None
     """changes that its parameters make to its logits; None if they make none; created at admission"""
+    allowed: np.ndarray | None = None
+    """tokens that its output may have, as bits i32[ceil(V / 32)]; None: all; created at admission"""
     grammar: RequestGrammar | None = None
     """form that its output must have; None: any text"""
     scored: int = 0
@@ -115,6 +119,12 @@ class Request:
     """number of preemptions; each resets `computed`"""
     cached_tokens: int = 0
     """number of prompt tokens found in the prefix cache when it was first computed"""
+
+    @property
+    def cache_owner(self) -> str:
+        """Returns the owner of the request's cached prefixes: its tenant, or a part of it (`cache_salt`)."""
+        salt = self.sampling.cache_salt
+        return f"{self.tenant}\n{salt}" if salt else self.tenant
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)

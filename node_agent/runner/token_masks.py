@@ -1,8 +1,8 @@
-"""Masks of tokens that a grammar allows, applied to the logits before sampling."""
+"""Masks of tokens that a grammar or `allowed_token_ids` allows, applied to the logits before sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,13 @@ class TokenMasks:
     """i32[g, ceil(V / 32)]: tokens that each row allows, the lowest bit first"""
 
 
+def mask_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Returns the tokens as bits: i32[ceil(V / 32)], the lowest bit first."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    allowed[list(token_ids)] = 1
+    return np.packbits(allowed, bitorder="little").view("<i4")
+
+
 def join_masks(masks: Mapping[int, Callable[[], np.ndarray]]) -> dict[str, torch.Tensor]:
     """Returns the fields of TokenMasks in host memory. `masks` returns i32[ceil(V / 32)], by row; at least one."""
     bits = np.stack([mask() for mask in masks.values()])
@@ -28,9 +35,9 @@ def join_masks(masks: Mapping[int, Callable[[], np.ndarray]]) -> dict[str, torch
 
 
 def apply_masks(scores: torch.Tensor, masks: TokenMasks, raw: torch.Tensor) -> None:
-    """Masks, in place, the tokens of scores f32[Q, V] that the rows' grammars forbid.
+    """Masks, in place, the tokens of scores f32[Q, V] that the rows' masks forbid.
 
-    If a row's own rules forbid all tokens that its grammar allows, the grammar alone counts: the row takes its logits
+    If a row's own rules forbid all tokens that its mask allows, the mask alone counts: the row takes its logits
     from `raw` f32[Q, V], which has no rules applied.
     """
     allowed = _unpacked(masks.bits, scores.shape[1])

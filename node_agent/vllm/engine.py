@@ -149,7 +149,7 @@ class VllmEngine(EngineBase):
             adapter = self.types.adapter(slot.adapter.digest, slot.number, slot.folder.path)
         self.driver.generate(
             vllm_id,
-            self.types.prompt(request.tokens, request.tenant),
+            self.types.prompt(request.tokens, request.cache_owner),
             self.types.parameters(arguments, request.sampling.bad_words),
             adapter,
         )

@@ -35,6 +35,7 @@ def vllm_parameters(request: Request, eos_ids: Collection[int]) -> dict[str, Any
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": sampling.logit_bias or None,
+        "allowed_token_ids": sampling.allowed_token_ids or None,
         "logprobs": sampling.logprobs,
         "prompt_logprobs": None if generated else sampling.prompt_logprobs,
         "stop_token_ids": [*ends, *sampling.stop_token_ids],

@@ -8,6 +8,7 @@ import torch
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TopKLogitsWarper,
@@ -35,6 +36,9 @@ def by_transformers(
         row = RepetitionPenaltyLogitsProcessor(way.repetition_penalty)(ids, row)
     counts = torch.bincount(generated[0], minlength=scores.shape[0]).float()
     changed: torch.Tensor = row[0] - way.frequency_penalty * counts - way.presence_penalty * (counts > 0)
+    if way.allowed_token_ids:
+        allowed = PrefixConstrainedLogitsProcessor(lambda *_: way.allowed_token_ids, 1)
+        changed = allowed(ids, changed[None])[0]
     return changed
 
 

@@ -136,3 +136,18 @@ def test_one_token_shows_its_space_and_its_name(stories_dir: Path) -> None:
     (first, *_) = plain_ids(text, "the")
     assert tokens.one(first).startswith(" ")
     assert tokens.one(text.bos_id) == text.tokenizer.id_to_token(text.bos_id)
+
+
+def test_added_tokens_may_follow_each_other_without_spaces(tmp_path: Path) -> None:
+    """A tokenizer without a decoder writes a space before each token."""
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "one": 1, "two": 2, "[?]": 3}, unk_token="[?]"))
+    tokenizer.add_special_tokens(["<s>", "<a>", "<b>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    tokens = TokenText(BaseText(tmp_path)).with_special
+    ids = [1, 4, 5, 4, 2, 5, 4]
+    texts = {}
+    for spaces in (True, False):
+        detokenizer = IncrementalDetokenizer(tokens, [1], spaces=spaces)
+        texts[spaces] = "".join([*map(detokenizer.add, ids), detokenizer.flush()])
+    assert texts == {True: " one <a> <b> <a> two <b> <a>", False: " one <a><b><a> two <b><a>"}

@@ -54,6 +54,8 @@ def ways(plain: list[int]) -> list[Sampling]:
         Sampling(
             temperature=0.0, logprobs=2, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={plain[1]: -5.0}
         ),
+        Sampling(temperature=0.0, allowed_token_ids=plain[1:9]),
+        Sampling(temperature=1.1, seed=7, allowed_token_ids=[*plain[:4], 2, 300, 511], bad_words=[[300]], top_k=5),
     ]
 
 
@@ -71,6 +73,7 @@ def assert_follows(engine: LocalEngine, reference: PeftReference, asked: Asked) 
         low, high = interval(way, scores, token)
         u = uniform(way.seed, way.choice, len(asked.prompt) + place)
         assert low - 1e-3 <= u <= high + 1e-3, (way, place)
+    assert not way.allowed_token_ids or set(tokens) <= set(way.allowed_token_ids)
     ends = [*way.stop_token_ids, *([] if asked.ignore_eos else engine.engine.eos_ids)]
     assert not set(tokens[: max(way.min_tokens, 0)]) & set(ends)
     assert not set(tokens[:-1]) & set(ends)

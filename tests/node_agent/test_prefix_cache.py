@@ -59,6 +59,16 @@ def test_the_same_beginning_is_computed_once(
         assert not check(engine, reference, Case(path, adapter, prompt, 12), engine.outcomes[request].tokens, Tally())
 
 
+def test_a_salt_separates_the_users_of_a_tenant(make_engine: MakeEngine) -> None:
+    engine = make_engine(block_tokens=4)
+    found = []
+    for salt in ("", "a", "b", "a", ""):
+        request = engine.submit(PROMPT, 2, sampling=Sampling(temperature=0.0, cache_salt=salt), ignore_eos=True)
+        engine.run()
+        found.append(engine.outcomes[request].cached_tokens)
+    assert found == [0, 0, 0, 40, 40]
+
+
 def test_callers_of_one_text_fit_beside_each_other(make_engine: MakeEngine, reference: PeftReference) -> None:
     """Each has 14 blocks, 12 of them the text's, and there are 20."""
     engine = make_engine(block_tokens=4, kv_memory=21 * BLOCK_BYTES)

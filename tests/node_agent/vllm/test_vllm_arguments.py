@@ -98,10 +98,11 @@ def test_each_parameter_keeps_its_meaning() -> None:
     sampling = Sampling(
         temperature=0.7, top_p=0.9, top_k=4, min_p=0.1, seed=3, presence_penalty=0.5, frequency_penalty=0.25,
         repetition_penalty=1.5, logit_bias={7: 1.0}, logprobs=3, prompt_logprobs=2, min_tokens=6, stop_token_ids=[9],
+        allowed_token_ids=[9, 11],
     )  # fmt: skip
     found = parameters(sampling)
     same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    same += ("logit_bias", "logprobs", "prompt_logprobs", "min_tokens")
+    same += ("logit_bias", "logprobs", "prompt_logprobs", "min_tokens", "allowed_token_ids")
     assert all(found[name] == getattr(sampling, name) for name in same)
     assert found["stop_token_ids"] == [1, 2, 9] and not found["ignore_eos"] and not found["detokenize"]
     assert parameters(sampling, ignore_eos=True)["stop_token_ids"] == [9]
