@@ -1,5 +1,5 @@
-"""Deploys of adapters that are already in S3: their two files are copied from below a prefix that the operator
-allows."""
+"""Deploys of adapters that are already in S3, or in a folder of the gateway's host: their two files are copied from
+below a prefix or folder that the operator allows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import msgspec
 
 from adapters.errors import InvalidRequest, StoreUnavailable, TooLarge
 from adapters.full_disk import store_error
+from adapters.local_sources import SCHEME, LocalCopy, LocalPlace, is_within, parse_folder
 from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, TEXT_FILES, WEIGHTS_FILE
 from adapters.s3_url import S3Place, parse_s3_url
 
 if TYPE_CHECKING:
     from adapters.s3_calls import S3Calls, S3Limits
+
+
+NOT_ALLOWED = "the operator allows no such source to deploy from"
 
 
 class Forbidden(InvalidRequest):
@@ -33,21 +37,35 @@ class SourceFiles(msgspec.Struct, frozen=True):
     """Files of the tokenizer next to the adapter, by name."""
 
 
+Place = S3Place | LocalPlace
+
+
+def check_source(url: str) -> None:
+    """Checks an address that the operator allows: `s3://bucket/prefix` or `file:///folder`. Raises InvalidRequest."""
+    if url.startswith(SCHEME):
+        parse_folder(url)
+    else:
+        parse_s3_url(url)
+
+
 class Sources:
-    """Copies adapters' files from S3 prefixes that the operator allows. Methods may be called from any thread. Sends
-    nothing before the first `copy`."""
+    """Copies adapters' files from S3 prefixes and folders that the operator allows. Methods may be called from any
+    thread. Sends and reads nothing before the first `copy`."""
 
     def __init__(self, allowed: Sequence[str], limits: S3Limits | None = None) -> None:
-        """Creates a copier for the prefixes `allowed`, each `s3://bucket` or `s3://bucket/prefix`. Raises
-        InvalidRequest for an invalid one."""
-        self._allowed = [parse_s3_url(url) for url in allowed]
+        """Creates a copier for the places `allowed`, each `s3://bucket`, `s3://bucket/prefix` or `file:///folder`.
+        Raises InvalidRequest for an invalid one."""
+        self._folders = [parse_folder(url) for url in allowed if url.startswith(SCHEME)]
+        self._allowed = [parse_s3_url(url) for url in allowed if not url.startswith(SCHEME)]
         self._limits = limits
         self._buckets: dict[str, S3Calls] = {}
         self._lock = Lock()
 
-    def place(self, source: str) -> S3Place:
-        """Returns the place of `source` in S3. Raises Forbidden unless it is well-formed and equal to or below an
-        allowed prefix, compared by whole segments."""
+    def place(self, source: str) -> Place:
+        """Returns the place of `source`. Raises Forbidden unless it is well-formed and equal to or below an allowed
+        prefix or folder, compared by whole segments."""
+        if self._folders and source.startswith((SCHEME, "/")):
+            return self._local_place(source)
         try:
             place = parse_s3_url(source)
         except InvalidRequest:
@@ -55,22 +73,36 @@ class Sources:
                 "source", "a source is s3://bucket/prefix, of letters, digits, '.', '_', '-' and single '/'"
             ) from None
         if not any(_within(place, allowed) for allowed in self._allowed):
-            raise Forbidden("source", "the operator allows no such source to deploy from")
+            raise Forbidden("source", NOT_ALLOWED)
         return place
 
-    def copy(self, place: S3Place, folder: Path, *, limit: int, deadline: float, stop: Event) -> SourceFiles:
+    def _local_place(self, source: str) -> LocalPlace:
+        try:
+            folder = parse_folder(source)
+        except InvalidRequest as error:
+            raise Forbidden("source", str(error)) from None
+        allowed = next((each for each in self._folders if is_within(folder, each)), None)
+        if allowed is None:
+            raise Forbidden("source", NOT_ALLOWED)
+        return LocalPlace(folder, allowed)
+
+    def copy(self, place: Place, folder: Path, *, limit: int, deadline: float, stop: Event) -> SourceFiles:
         """Copies an adapter's two files into `folder`, and returns them. `limit` is the maximum of their total size in
         bytes.
 
         Stops with StoreUnavailable at `deadline` (monotonic seconds) or when `stop` is set. Raises InvalidRequest (a
         file is missing or unreadable), TooLarge or StoreUnavailable.
         """
-        copy = _Copy(self._calls(place.bucket), place, limit, deadline, stop)
         config, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
         try:
+            copy: _Copy | LocalCopy
+            if isinstance(place, LocalPlace):
+                copy = LocalCopy(place, limit, deadline, stop)
+            else:
+                copy = _Copy(self._calls(place.bucket), place, limit, deadline, stop)
             copy.file(config, min(limit, MAX_CONFIG_BYTES))
             copy.file(weights, limit)
-            names = [name for name, size in TEXT_FILES.items() if copy.optional_file(folder / name, size)]
+            names = [name for name, size in TEXT_FILES.items() if _copy_optional(copy, folder / name, size)]
             return SourceFiles(config.read_bytes(), weights, {name: (folder / name).read_bytes() for name in names})
         except OSError as error:
             raise store_error(error, "temporary files can't be used") from error
@@ -116,14 +148,6 @@ class _Copy:
                 raise StoreUnavailable(f"the source answered {refused}") from refused
             raise InvalidRequest("source", problem) from None
 
-    def optional_file(self, target: Path, limit: int) -> bool:
-        """Copies a file that the source may lack. Returns whether it has one that is not too large."""
-        try:
-            self.file(target, limit)
-        except (InvalidRequest, TooLarge):
-            return False
-        return True
-
     def _pieces(self, name: str, limit: int, out: BinaryIO) -> None:
         from adapters.s3_ranges import read_piece
 
@@ -139,6 +163,15 @@ class _Copy:
             out.write(buffer[: piece.length])
             start, total, tag = start + piece.length, piece.total, piece.etag
         self.remaining_bytes -= total
+
+
+def _copy_optional(copy: _Copy | LocalCopy, target: Path, limit: int) -> bool:
+    """Copies a file that the source may lack. Returns whether it has one that is not too large."""
+    try:
+        copy.file(target, limit)
+    except (InvalidRequest, TooLarge):
+        return False
+    return True
 
 
 READABLE = (403, 404, 412, 416)

@@ -14,7 +14,7 @@ from adapters.functions import Policy, parse_policy
 from adapters.names import is_alias, is_name
 from adapters.nearest import nearest
 from adapters.open_store import store_kind
-from adapters.s3_url import parse_s3_url
+from adapters.sources import check_source
 from cluster.redis_url import url_problem
 from garnish.adapter_folder import AdapterFiles, adapter_files
 from garnish.errors import StartError
@@ -23,6 +23,7 @@ from garnish.places import path_problem
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds, parse_whole_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
+from gateway.origins import check_origins
 from gateway.prices import Prices
 from gateway.webhook_hosts import parse_webhook_hosts
 from node_agent.config import RUNNERS
@@ -177,9 +178,13 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
             raise document.error(("tenants", name, "webhook_hosts"), str(error)) from None
     for source in loaded.gateway.allowed_sources or ():
         try:
-            parse_s3_url(source)
+            check_source(source)
         except InvalidRequest as error:
             raise document.error(("gateway", "allowed_sources"), str(error)) from None
+    try:
+        check_origins(loaded.gateway.cors_origins or (), has_keys=loaded.auth == "keys")
+    except ValueError as error:
+        raise document.error(("gateway", "cors_origins"), str(error)) from None
     if loaded.gateway.redis is not None and (problem := url_problem(loaded.gateway.redis)):
         raise document.error(("gateway", "redis"), problem)
     if "@" in (loaded.infra.gateway_url or ""):

@@ -18,6 +18,7 @@ from adapters.open_store import STORES
 from garnish.config import BUILT, QUANTITIES, built
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds, parse_whole_seconds
+from gateway.origins import ORIGIN
 from node_agent.vllm.arguments import AUTO, COUNTS, RANKS
 
 FILE = Path(__file__).with_name("serverless.schema.json")
@@ -45,7 +46,8 @@ def document() -> Schema:
     _describe_sharing(definitions["Gateway"])
     _describe_vllm(definitions["Node"]["properties"]["vllm"])
     sources = definitions["Gateway"]["properties"]["allowed_sources"]
-    sources["anyOf"][0]["items"] = _text(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
+    sources["anyOf"][0]["items"] = _text(r"(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?|file:///.+)")
+    definitions["Gateway"]["properties"]["cors_origins"]["anyOf"][0]["items"] = _text(rf"({ORIGIN.pattern}|\*)")
     definitions["Aws"]["properties"]["package"] = _text(WHEEL_URL)
     definitions["variable"] = {"type": "string", "pattern": r"\$\{env:[A-Za-z_][A-Za-z0-9_]*\}"}
     head = {

@@ -30,6 +30,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redis: Text | None = None
     node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
+    cors_origins: list[Text] | None = None
     policy: Text = "rank_aware"
     predictor: Text = "mix"
     hold: float | None = None

@@ -139,6 +139,7 @@ def gateway_config(
         auth="keys" if service.auth == "keys" else "none",
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
         webhook_hosts=tuple(service.gateway.webhook_hosts or ()),
+        cors_origins=tuple(service.gateway.cors_origins or ()),
         policy=service.gateway.policy,
         predictor=service.gateway.predictor,
         prices=service.prices,

@@ -24,6 +24,7 @@ from gateway.batches.messages import Endpoint
 from gateway.config import GatewayConfig, check_config, share
 from gateway.groups import Admin, Calls, Catalog, Nodes
 from gateway.http.boundary import Boundary, OpenRequests
+from gateway.http.cors import cors
 from gateway.http.nearest_route import route_hint
 from gateway.http.routing import CallHandler, mounted
 from gateway.http.stopwatch import Stopwatch
@@ -82,7 +83,10 @@ def create_app(
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[Middleware(Boundary, max_concurrent=limit, metrics=counted, requests=requests)],
+        middleware=[
+            *cors(config.cors_origins),  # outermost, since errors are replies of the boundary
+            Middleware(Boundary, max_concurrent=limit, metrics=counted, requests=requests),
+        ],
         exception_handlers={HTTPException: _pass_on},
     )
     app.router.redirect_slashes = False

@@ -10,9 +10,10 @@ import msgspec
 
 from adapters.errors import InvalidRequest
 from adapters.peft_config import MAX_RANK
-from adapters.s3_url import parse_s3_url
+from adapters.sources import check_source
 from cluster.news import RECORD_EXPIRY
 from cluster.redis_url import url_problem
+from gateway.origins import check_origins
 from gateway.prices import Prices
 from gateway.webhook_hosts import parse_webhook_hosts
 
@@ -70,11 +71,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "rank_aware"
     predictor: str = "mix"
     allowed_sources: tuple[str, ...] = ()
-    """Prefixes (`s3://bucket/prefix`) of places from which tenants may deploy."""
+    """Places from which tenants may deploy: prefixes (`s3://bucket/prefix`) and folders of this host
+    (`file:///folder`)."""
     prices: Prices | None = None
     webhook_hosts: tuple[str, ...] = ()
     """Allowed hosts of webhooks (`*.domain` means all subdomains) and networks, which may be private. Empty if no
     webhook is allowed."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the gateway from a browser; `*` allows all. Empty if none may."""
 
     call_body: int = 1 << 20
     deploy_body: int = 512 << 20
@@ -126,13 +131,17 @@ def check_config(config: GatewayConfig) -> None:
         raise ConfigError(f"auth: `none` is accepted on a loopback address only, and host is {config.host!r}")
     try:
         for source in config.allowed_sources:
-            parse_s3_url(source)
+            check_source(source)
     except InvalidRequest as error:
         raise ConfigError(f"allowed_sources: {error}") from None
     try:
         parse_webhook_hosts(config.webhook_hosts)
     except ValueError as error:
         raise ConfigError(f"webhook_hosts: {error}") from None
+    try:
+        check_origins(config.cors_origins, has_keys=config.auth == "keys")
+    except ValueError as error:
+        raise ConfigError(f"cors_origins: {error}") from None
     for name in MUST_BE_POSITIVE:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name}: must be above 0, not {getattr(config, name)}")

@@ -13,8 +13,7 @@ from pathlib import Path
 from threading import Event
 
 from adapters.errors import StoreFull, StoreUnavailable
-from adapters.s3_url import S3Place
-from adapters.sources import Forbidden, SourceFiles, Sources
+from adapters.sources import Forbidden, Place, SourceFiles, Sources
 from cluster.errors import ServiceError
 from gateway.catalog.threads import LeavableThreads
 from gateway.config import GatewayConfig
@@ -24,18 +23,18 @@ from gateway.http.upload_folders import upload_prefix
 RETRY_AFTER = 5.0
 
 
-def allowed_place(sources: Sources, source: str) -> S3Place:
-    """Returns the bucket and prefix that a source URL names. Raises ServiceError `forbidden` if the operator does not
-    allow it."""
+def allowed_place(sources: Sources, source: str, param: str = "source") -> Place:
+    """Returns the place that a source URL names. Raises ServiceError `forbidden`, about the field `param`, if the
+    operator does not allow it."""
     try:
         return sources.place(source)
     except Forbidden as error:
-        raise ServiceError("forbidden", str(error), param="source") from None
+        raise ServiceError("forbidden", str(error), param=param) from None
 
 
 @asynccontextmanager
 async def copied_source(
-    config: GatewayConfig, sources: Sources, threads: LeavableThreads, place: S3Place
+    config: GatewayConfig, sources: Sources, threads: LeavableThreads, place: Place
 ) -> AsyncIterator[SourceFiles]:
     """Yields a copy of the source's files, which is removed at the end of the context.
 

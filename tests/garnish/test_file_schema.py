@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = {
     "auth": None,
     "gateway": (
         "host", "port", "workers", "secret_file", "redis", "webhook_hosts", "allowed_sources", "node_hosts", "policy",
-        "predictor", "hold",
+        "predictor", "hold", "cors_origins",
     ),
     "node": (
         "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",

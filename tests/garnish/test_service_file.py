@@ -174,10 +174,19 @@ def test_registries_that_can_not_be(tmp_path: Path, registry: str, told: str) ->
     assert (refused.value.field, refused.value.line) == ("registry", 3)
 
 
-def test_sources_are_places_in_s3(tmp_path: Path) -> None:
-    service = load(tmp_path, HEAD + "gateway: {allowed_sources: ['s3://acme-training/', 's3://b00/runs']}")
-    assert service.gateway.allowed_sources == ["s3://acme-training/", "s3://b00/runs"]
-    for odd in ("file:///etc", "s3://acme-training/../x", "./adapters"):
+def test_origins_are_those_that_browsers_send(tmp_path: Path) -> None:
+    service = load(tmp_path, HEAD + "gateway: {cors_origins: ['https://app.example', '*']}")
+    assert service.gateway.cors_origins == ["https://app.example", "*"]
+    for odd in ("app.example", "https://app.example/"):
+        with pytest.raises(ServiceFileError) as refused:
+            load(tmp_path, HEAD + f"gateway: {{cors_origins: ['{odd}']}}")
+        assert (refused.value.field, refused.value.line) == ("gateway.cors_origins", 3)
+
+
+def test_sources_are_places_in_s3_or_folders(tmp_path: Path) -> None:
+    service = load(tmp_path, HEAD + "gateway: {allowed_sources: ['s3://acme-training/', 'file:///runs/new']}")
+    assert service.gateway.allowed_sources == ["s3://acme-training/", "file:///runs/new"]
+    for odd in ("file:///", "file://runs", "file:///runs/../x", "s3://acme-training/../x", "./adapters"):
         with pytest.raises(ServiceFileError) as refused:
             load(tmp_path, HEAD + f"gateway: {{allowed_sources: ['{odd}']}}")
         assert (refused.value.field, refused.value.line) == ("gateway.allowed_sources", 3)

@@ -212,7 +212,7 @@ def test_prefixes_are_compared_in_whole_segments() -> None:
 
 def test_a_gateway_starts_with_sources_that_are_addresses_only(start: Callable[..., Running]) -> None:
     with pytest.raises(ValueError, match="allowed_sources"):
-        start(allowed_sources=("file:///etc",))
+        start(allowed_sources=("file:///",))
 
 
 def test_the_reply_of_a_wrong_type_tells_both_ways(reused: Running) -> None:
