@@ -17,7 +17,8 @@ from gateway.http.responses import json_response
 from gateway.workers.metrics import Metrics
 
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
-UNCOUNTED = ("/healthz", "/health", "/readyz", "/cluster/record")
+_SLASHES = re.compile("//+")
+UNCOUNTED = ("/healthz", "/health", "/ping", "/readyz", "/cluster/record")
 """Paths that are served even if the gateway has reached its limit of concurrent requests. Otherwise it would look dead,
 or would lose its nodes' records."""
 SCALING = ("/pools", "/pools/autoscaler")
@@ -65,8 +66,9 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = plain_path(scope["path"])
         reply, reserved = _Reply(scope, receive, send), ExitStack()
-        scope.setdefault("state", {}).update(request_id=reply.request_id, reserved=reserved)
+        scope["state"]["reserved"] = reserved
         counted = scope["path"] not in UNCOUNTED
         self._requests.change(counted)
         try:
@@ -95,8 +97,13 @@ class _Reply:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
-        self.request_id = _request_id(scope)
         self.status = 0
+        scope.setdefault("state", {})["request_id"] = _request_id(scope)
+
+    @property
+    def request_id(self) -> str:
+        """Returns the request's id. A handler may replace it by one that the body states."""
+        return str(self._scope["state"]["request_id"])
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -109,6 +116,12 @@ class _Reply:
             return  # the response has started, so a second one would corrupt it
         status, body, headers = error_reply(error, self._scope["path"], self.request_id)
         await json_response(body, status, headers | (extra or {}))(self._scope, self._receive, self.send)
+
+
+def plain_path(path: str) -> str:
+    """Returns the path without slashes at its end and without empty parts. Clients add them when they join a base URL
+    and a route."""
+    return _SLASHES.sub("/", path).rstrip("/") or "/"
 
 
 async def _with_suggestion(error: Exception, scope: Scope) -> Exception:

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from gateway.http.routing import Endpoint
 
@@ -45,6 +45,9 @@ def page_file(file: Path, name: str, headers: Mapping[str, str], cache: str = RE
     sent = {**headers, "cache-control": cache, "etag": etag}
 
     async def answer(request: Request) -> Response:
+        if file.suffix == ".html" and request.scope.get("raw_path", b"").endswith(b"/"):
+            # The page's relative links would begin there.
+            return RedirectResponse(f"../{name}", status_code=308)
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=sent)
         return Response(content, headers=sent, media_type=media_type)

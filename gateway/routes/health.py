@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,8 @@ from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 
 routes = Routes(Nodes)
+
+VERSION = version("garnish")
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -32,6 +35,10 @@ class HealthReply(msgspec.Struct, frozen=True):
     status: Literal["alive"]
 
 
+class VersionReply(msgspec.Struct, frozen=True):
+    version: str
+
+
 @routes.public("GET /healthz", "Whether the process lives", {200: HealthReply})
 async def healthz(_: Request) -> Response:
     return json_response(HealthReply(status="alive"))
@@ -41,6 +48,17 @@ async def healthz(_: Request) -> Response:
 async def health(request: Request) -> ASGIApp:
     """Answers like /healthz, at the path that vLLM's clients use."""
     return await healthz(request)
+
+
+@routes.public("GET /ping", "The same, where SageMaker asks", {200: HealthReply})
+async def ping(request: Request) -> ASGIApp:
+    """Answers like /healthz, at the path that SageMaker and vLLM's clients use."""
+    return await healthz(request)
+
+
+@routes.public("GET /version", "The version of Garnish", {200: VersionReply})
+async def get_version(_: Request) -> Response:
+    return json_response(VersionReply(VERSION))
 
 
 @routes.public(
