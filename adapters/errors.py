@@ -56,11 +56,20 @@ class NotFound(AdapterError):
     """The function, version, alias, tenant or object does not exist, or belongs to another tenant."""
 
 
-class NoSuchFunction(NotFound):
-    """The tenant has no function of this name."""
+class NotCallable(NotFound):
+    """There is nothing to call by this name and qualifier. `called`: both, as `name:qualifier`."""
 
-    def __init__(self, tenant: str, function: str) -> None:
-        super().__init__(f"there is no function {function[:100]!r}")
+    def __init__(self, called: str, message: str) -> None:
+        super().__init__(message)
+        self.called = called
+
+
+class NoSuchFunction(NotCallable):
+    """The tenant has no function of this name. `meant`: the name that was probably meant."""
+
+    def __init__(self, tenant: str, function: str, meant: str | None = None) -> None:
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        super().__init__(function, f"there is no function {function[:100]!r}{hint}")
         self.tenant = tenant
         self.function = function
 

@@ -28,6 +28,8 @@ MAX_TEMPLATE = 1 << 15
 TEMPLATE_KEY_LETTERS = 16
 MAX_OWN_TEMPLATES = 8
 """Maximum number of different chat templates of a function's versions. Every uncached call reads function.json."""
+MAX_TEMPERATURE = 1e6
+"""Maximum temperature of a call, at which all tokens are equally likely. vLLM has no maximum."""
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -37,7 +39,7 @@ class CallDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Parameters that calls may state, and for which a function may have defaults. None: the service's default."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None

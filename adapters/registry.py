@@ -30,6 +30,7 @@ from adapters.errors import (
     InvalidAdapter,
     InvalidRequest,
     NoSuchFunction,
+    NotCallable,
     NotFound,
     StoreUnavailable,
 )
@@ -163,7 +164,8 @@ class Registry:
         entries = [entry for entry in record.versions if str(entry.version) in weights]
         if len(entries) != len(weights):
             hint = did_you_mean(name_or_number, record.aliases)
-            raise NotFound(f"function {name} has no version or alias {name_or_number[:100]!r}{hint}")
+            problem = f"function {name} has no version or alias {name_or_number[:100]!r}{hint}"
+            raise NotCallable(f"{name}:{name_or_number}", problem)
         return [self._choice(record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:

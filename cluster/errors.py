@@ -37,6 +37,8 @@ class ServiceError(Exception):
 
     `param` names the offending field, if there is one. `details` lists several problems. `retry_after`: seconds after
     which the caller may try again. Errors with a status in RETRIED always have a Retry-After (`retry_seconds`).
+    `openai_code`: OpenAI's code of the case, if it is narrower than that of the type. `openai_message`: OpenAI's
+    sentence about the case, which clients look for. Only replies of /v1 have them.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class ServiceError(Exception):
         param: str | None = None,
         details: list[dict[str, Any]] | None = None,
         retry_after: float | None = None,
+        openai_code: str | None = None,
+        openai_message: str = "",
     ) -> None:
         if type not in STATUS:
             raise ValueError(f"unknown error type {type!r}; known: {', '.join(STATUS)}")
@@ -56,6 +60,8 @@ class ServiceError(Exception):
         self.param = param
         self.details = details
         self.retry_after = retry_after
+        self.openai_code = openai_code
+        self.openai_message = openai_message
 
     @property
     def status(self) -> int:

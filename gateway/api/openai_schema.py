@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from adapters.functions import StopText
 from gateway.api import schema
 from gateway.api.moved_schema import moved
 
@@ -24,7 +23,6 @@ HARMLESS = (
 )
 """Fields that are accepted and have no effect."""
 
-Stops = Annotated[list[StopText], Meta(max_length=4)] | StopText
 AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -137,7 +135,6 @@ class Shared(schema.GenerationParams, frozen=True, kw_only=True):
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     """Model: `name`, `name:alias`, `name:version`, or the base model's id."""
-    stop: Stops | None = None
     seed: AnySeed | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -289,6 +286,10 @@ class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: CompletionLogprobs | None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    """Ids of the generated tokens, if `return_token_ids` asks for them, like `prompt_token_ids`."""
+    prompt_token_ids: list[int] | None = None
+    """Ids of the prompt's tokens. A stream has them in the choice's first chunk."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -342,6 +343,7 @@ class ChatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason
     logprobs: ChatLogprobs | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class Chat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -352,6 +354,7 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     choices: list[ChatChoice]
     usage: TokenUsage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -381,6 +384,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason | None
     logprobs: ChatLogprobs | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -389,6 +393,8 @@ class ChatChunk(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChunkChoice]
     usage: TokenUsage | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Only in each choice's first chunk, if `return_token_ids` asks for it."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 

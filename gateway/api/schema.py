@@ -14,6 +14,8 @@ from adapters.functions import TokenId as TokenId
 MAX_CHOICES = 16
 MAX_GENERATIONS = 64
 """Maximum generations of one call: choices times prompts."""
+MAX_ALLOWED = 4096
+"""Maximum number of `allowed_token_ids`."""
 MAX_BAD_CHARACTERS = 4096
 """Maximum characters of all bad words together, because tokenizing them blocks other requests."""
 MAX_TIMEOUT = 3600
@@ -26,6 +28,7 @@ FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 Tier = Literal["none", "host", "disk", "absent"]
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT)]
 Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+RequestId = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,128}$")]
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -84,6 +87,20 @@ class GenerationParams(CallDefaults, frozen=True, kw_only=True, forbid_unknown_f
     timeout: Timeout | None = None
     n: Count | None = None
     prompt_logprobs: LogprobCount | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    """Tokens that the output may have; null allows all. A text ends only by a token that is among them."""
+    add_special_tokens: bool | None = None
+    """True if the tokenizer adds its special tokens around the text. Default: true for a prompt, false for messages,
+    whose template writes its own."""
+    spaces_between_special_tokens: bool | None = None
+    """False writes consecutive added tokens without the spaces that the tokenizer puts between them. It has an effect
+    only if `skip_special_tokens` is false."""
+    return_token_ids: bool | None = None
+    """True if the reply has the ids of the prompt's tokens and of the generated ones."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Secret that separates cached prefixes: only calls with the same one share them."""
+    request_id: RequestId | None = None
+    """Request id of the reply, as in the header x-request-id, which has priority."""
     response_format: ResponseFormat | None = None
     """Form of the answer as in OpenAI's API: any text, a JSON object, or a JSON text of a schema."""
     structured_outputs: StructuredOutputs | None = None
@@ -176,6 +193,10 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[PromptLogprob | None] | None = None
     """Log probability of each prompt token; null for the first token. The field is absent unless it was requested."""
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    """Ids of the generated tokens, including one that ended the text. The field is absent unless it was requested, like
+    `prompt_token_ids`."""
+    prompt_token_ids: list[int] | None = None
 
 
 class FinishedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -247,9 +268,9 @@ class InvokeReply(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """A `token` event of a stream: one token, or a text without a token, whose `token_id` is null.
 
-    There are two kinds of events without a token. If the prompt's text or its log probabilities are requested, the
-    first event contains them. The last event may contain text that was held back because it could have been the
-    beginning of a stop string.
+    There are two kinds of events without a token. If the prompt's text, its log probabilities or its token ids are
+    requested, the first event contains them. The last event may contain text that was held back because it could have
+    been the beginning of a stop string.
     """
 
     text: str
@@ -258,6 +279,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob: Logprob | None = None
     choice: int | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class DoneEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -21,6 +21,7 @@ from gateway.http.event_stream import sse
 END = b"data: [DONE]\n\n"
 
 StreamedChoice = openai.ChunkChoice | openai.CompletionChoice
+StreamedReply = openai.ChatChunk | openai.Completion
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -40,11 +41,21 @@ class Head(msgspec.Struct, frozen=True):
     """True for each generation whose prompt has opened the reasoning; empty if reasoning is not separated."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
+    prompt_token_ids: list[list[int]] = []
+    """Ids of each generation's prompt, if token ids are requested."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:
         """Returns the echo at the beginning of the generation's text; None if nothing is echoed."""
         return self.echo[index // self.choices] if self.echo else None
+
+    def prompt_ids_of(self, index: int) -> list[int] | None:
+        """Returns the ids of the generation's prompt; None if token ids are not requested."""
+        return self.prompt_token_ids[index] if self.prompt_token_ids else None
+
+    def token_ids(self, ids: list[int]) -> list[int] | None:
+        """Returns the ids of generated tokens; None if they are not requested."""
+        return ids if self.prompt_token_ids else None
 
     def parser(self, index: int) -> AnswerParser:
         """Returns a parser of the generation's answer."""
@@ -64,6 +75,7 @@ def full_reply(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | o
             choices=answers,
             usage=usage_of(head, ends, sum(outcome.reasoning_tokens for outcome in outcomes)),
             prompt_logprobs=_prompt_logprobs(head, outcomes[0]),
+            prompt_token_ids=head.prompt_ids_of(0),
         )
     choices = [_completion(head, *pair) for pair in enumerate(outcomes)]
     return openai.Completion(head.id, head.created, head.model, choices, usage_of(head, ends))
@@ -75,7 +87,8 @@ def _chat(head: Head, index: int, outcome: Outcome) -> openai.ChatChoice:
     if head.form is not None:
         message = _message(head.parser(index), outcome)
         reason = "tool_calls" if message.tool_calls and reason == "stop" else reason
-    return openai.ChatChoice(index, message, reason, _chat_logprobs(head, outcome.logprobs), done.stop_reason)
+    logprobs, token_ids = _chat_logprobs(head, outcome.logprobs), head.token_ids(outcome.token_ids)
+    return openai.ChatChoice(index, message, reason, logprobs, done.stop_reason, token_ids)
 
 
 def _message(parser: AnswerParser, outcome: Outcome) -> openai.Reply:
@@ -112,12 +125,14 @@ def _completion(head: Head, index: int, outcome: Outcome) -> openai.CompletionCh
         _completion_logprobs(head, entries, echo),
         outcome.done.stop_reason,
         _prompt_logprobs(head, outcome),
+        head.token_ids(outcome.token_ids),
+        head.prompt_ids_of(index),
     )
 
 
 async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
     """Yields the stream's events, up to `[DONE]`. Raises ServiceError."""
-    kind: Callable[..., object] = openai.ChatChunk if head.chat else openai.Completion
+    kind: Callable[..., StreamedReply] = openai.ChatChunk if head.chat else openai.Completion
     choices = [_StreamedChoices(head, index, generation) for index, generation in enumerate(generations)]
     usage: openai.TokenUsage | None = None
     async with events_of(generations) as events:
@@ -125,12 +140,27 @@ async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerato
             for choice in choices[index].of(event):
                 if head.continuous_usage:
                     usage = _usage_so_far(head, generations, sum(each.completed for each in choices))
-                yield sse(kind(head.id, head.created, head.model, [choice], usage))
+                chunk = kind(head.id, head.created, head.model, [choice], usage)
+                yield sse(_with_prompt_ids(chunk, head, choice))
     if head.include_usage:
         reasoning = sum(each.parser.reasoning_tokens for each in choices if each.parser is not None)
         usage = usage_of(head, [generation.done for generation in generations if generation.done], reasoning)
         yield sse(kind(head.id, head.created, head.model, [], usage))
     yield END
+
+
+def _with_prompt_ids(chunk: StreamedReply, head: Head, choice: StreamedChoice) -> StreamedReply:
+    """Returns the chunk with the ids of the prompt's tokens if it is a chat's first chunk of this choice, and the ids
+    are requested. Completions have them in their choices."""
+    ids = head.prompt_ids_of(choice.index)
+    if ids is None or not isinstance(chunk, openai.ChatChunk) or not _is_first(choice):
+        return chunk
+    return msgspec.structs.replace(chunk, prompt_token_ids=ids)
+
+
+def _is_first(choice: StreamedChoice) -> bool:
+    """Returns whether this is a choice of a chat's first chunk, which has the role."""
+    return isinstance(choice, openai.ChunkChoice) and choice.delta.role is not None
 
 
 class _StreamedChoices:
@@ -157,11 +187,12 @@ class _StreamedChoices:
                 yield _token_choice(head, index, event)
             else:
                 pieces = self.parser.feed(event.text, len(event.token_ids))
-                yield from _piece_choices(index, pieces, _chat_logprobs(head, event.logprobs))
+                token_ids = head.token_ids(event.token_ids)
+                yield from _piece_choices(index, pieces, _chat_logprobs(head, event.logprobs), token_ids)
         else:
             self.completed = event.completion_tokens
             if self.parser is not None:
-                yield from _piece_choices(index, self.parser.feed(event.text, 0, last=True), None)
+                yield from _piece_choices(index, self.parser.feed(event.text, 0, last=True))
             elif event.text:
                 yield _token_choice(head, index, Token(event.text, [], event.completion_tokens))
             yield _last_choice(head, index, event, called=self.parser is not None and self.parser.calls > 0)
@@ -198,34 +229,38 @@ def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> Streame
     """Returns the choice that is sent before the first token, or None."""
     if head.chat:
         return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None)
-    echo = head.echo_of(index)
+    echo, prompt_ids = head.echo_of(index), head.prompt_ids_of(index)
     if echo is None:
-        return None
-    return openai.CompletionChoice(
-        index, echo.text, None, _completion_logprobs(head, _echoed_tokens(head, scored), echo)
-    )
+        choice = openai.CompletionChoice(index, "", None, None, prompt_token_ids=prompt_ids)
+        return choice if prompt_ids is not None else None
+    logprobs = _completion_logprobs(head, _echoed_tokens(head, scored), echo)
+    return openai.CompletionChoice(index, echo.text, None, logprobs, prompt_token_ids=prompt_ids)
 
 
 def _token_choice(head: Head, index: int, event: Token) -> StreamedChoice:
+    ids = head.token_ids(event.token_ids)
     if head.chat:
         delta = openai.Delta(content=event.text)
-        return openai.ChunkChoice(index, delta, None, _chat_logprobs(head, event.logprobs))
+        return openai.ChunkChoice(index, delta, None, _chat_logprobs(head, event.logprobs), token_ids=ids)
     echo = head.echo_of(index)
     logprobs = _completion_logprobs(head, event.logprobs, begin=len(echo.text) if echo else 0)
-    return openai.CompletionChoice(index, event.text, None, logprobs)
+    return openai.CompletionChoice(index, event.text, None, logprobs, token_ids=ids)
 
 
 def _piece_choices(
-    index: int, pieces: Sequence[AnswerPiece], logprobs: openai.ChatLogprobs | None
+    index: int,
+    pieces: Sequence[AnswerPiece],
+    logprobs: openai.ChatLogprobs | None = None,
+    token_ids: list[int] | None = None,
 ) -> Iterator[openai.ChunkChoice]:
-    """Yields the choices of the pieces of an answer. The log probabilities of a token come
+    """Yields the choices of the pieces of an answer. The log probabilities and the id of a token come
     with its first piece, and in a chunk of their own if it completes none."""
     deltas = [_delta(piece) for piece in pieces]
-    if logprobs is not None and not deltas:
+    if not deltas and (logprobs is not None or token_ids is not None):
         deltas = [openai.Delta()]
     for delta in deltas:
-        yield openai.ChunkChoice(index, delta, None, logprobs)
-        logprobs = None
+        yield openai.ChunkChoice(index, delta, None, logprobs, token_ids=token_ids)
+        logprobs = token_ids = None
 
 
 def _delta(piece: AnswerPiece) -> openai.Delta:

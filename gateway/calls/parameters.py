@@ -73,8 +73,11 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
     Raises ServiceError for token ids outside the vocabulary, and for too many bad words.
     """
     passed_on = {name: value for name in PASSED_ON if (value := getattr(merged, name)) is not None}
-    stop_ids = list(dict.fromkeys(merged.stop_token_ids or []))
+    stop_ids, allowed_ids = (
+        list(dict.fromkeys(ids or [])) for ids in (merged.stop_token_ids, merged.allowed_token_ids)
+    )
     check_ids(stop_ids, vocab_size, "stop_token_ids")
+    check_ids(allowed_ids, vocab_size, "allowed_token_ids")
     adjusted = {
         "temperature": 0.0 if passed_on.get("temperature", 1.0) < GREEDY_BELOW else passed_on.get("temperature", 1.0),
         "top_k": max(merged.top_k or 0, 0),
@@ -82,6 +85,7 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
         "logprobs": merged.top_logprob_count,
         "logit_bias": _biases(merged.logit_bias or {}, vocab_size),
         "stop_token_ids": stop_ids,
+        "allowed_token_ids": allowed_ids,
         "bad_words": _bad_words(merged.bad_words or [], text),
         "prompt_logprobs": prompt_logprobs(merged),
         "include_stop": bool(merged.include_stop_str_in_output),
@@ -107,17 +111,33 @@ def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, c
     tokens of prompt and output together. Raises ServiceError if prompt and output do not fit the context.
     """
     room = context - prompt
-    if room < 1:
-        why = f"the prompt has {prompt} tokens, and prompt and output together may have {context}"
-        raise invalid(prompt_field, why)
-    if declared is not None and declared > room:
-        why = f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {room} of the context of {context}"
-        raise invalid(merged.limit_field, why)
+    if room < (declared or 1):
+        field = prompt_field if room < 1 else merged.limit_field
+        raise context_exceeded(field, context, prompt_field, prompt=prompt, output=declared or 1)
     max_tokens = min(merged.limit or DEFAULT_MAX_TOKENS, room)
     if (merged.min_tokens or 0) > max_tokens:
         why = f"min_tokens is {merged.min_tokens}, but the output may have {max_tokens} tokens (max_tokens)"
         raise invalid("min_tokens", why)
     return max_tokens
+
+
+def context_exceeded(
+    field: str, context: int, prompt_field: str, *, prompt: int | None = None, output: int = 1
+) -> ServiceError:
+    """Returns the error of a call that does not fit the context, in OpenAI's words, which clients look for.
+
+    `field`: to be changed. `prompt` and `output`: tokens; without `prompt` the prompt alone is known to be too long.
+    """
+    if prompt is None:
+        why, shorter = f"your {prompt_field} resulted in more than that", prompt_field
+    else:
+        parts = f"{prompt} in the {prompt_field}, {output} in the completion"
+        why, shorter = f"you requested {prompt + output} tokens ({parts})", f"{prompt_field} or completion"
+    message = (
+        f"This model's maximum context length is {context} tokens. However, {why}. "
+        f"Please reduce the length of the {shorter}."
+    )
+    return invalid(field, message, "context_length_exceeded")
 
 
 def kept_prompt_tokens(merged: GenerationParams, context: int) -> int | None:

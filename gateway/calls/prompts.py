@@ -14,7 +14,7 @@ from starlette.types import Receive
 from cluster.errors import ServiceError
 from cluster.text import BaseText, TextError, TextTooLong
 from gateway.api.schema import InvokeRequest
-from gateway.calls.parameters import check_ids
+from gateway.calls.parameters import check_ids, context_exceeded
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
@@ -44,12 +44,16 @@ class Source(Protocol):
         Raises TextError; TextTooLong if a prompt certainly has more than `limit` tokens.
         """
 
+    def with_special(self, special: bool) -> Source:
+        """Returns the text with or without the tokenizer's special tokens around it."""
+
 
 class Prompts(msgspec.Struct, frozen=True):
     """Prompts of a call: each is a text, or token ids that were checked against the vocabulary."""
 
     prompts: Sequence[str | list[int]]
     field: str = "prompt"
+    special: bool = True
 
     @property
     def characters(self) -> int:
@@ -57,9 +61,14 @@ class Prompts(msgspec.Struct, frozen=True):
 
     def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
         return [
-            text.encode_prompt(prompt, limit, keep) if isinstance(prompt, str) else _last(prompt, keep)
+            text.encode_prompt(prompt, limit, keep, special=self.special)
+            if isinstance(prompt, str)
+            else _last(prompt, keep)
             for prompt in self.prompts
         ]
+
+    def with_special(self, special: bool) -> Prompts:
+        return msgspec.structs.replace(self, special=special)
 
     def texts(self, text: BaseText, encoded: list[list[int]], *, truncated: bool, skip_special: bool) -> list[str]:
         """Returns the prompts' texts for an echo. Token ids and truncated prompts are decoded; other texts are
@@ -103,6 +112,7 @@ class Conversation(msgspec.Struct, frozen=True):
     """True if the text ends after the last message's content, which the answer continues."""
     variables: dict[str, Any] = {}
     """Further values for the chat template, such as `tools`."""
+    special: bool = False
 
     @property
     def characters(self) -> int:
@@ -111,7 +121,7 @@ class Conversation(msgspec.Struct, frozen=True):
         return texts + sum(len(msgspec.json.encode(each)) for each in more if each)
 
     def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
-        return [_last(self.token_ids(text, limit), keep)]
+        return [_last(self.token_ids(text, limit, special=self.special), keep)]
 
     def token_ids(self, text: BaseText, limit: int | None = None, *, special: bool = False) -> list[int]:
         """Returns the token ids, as BaseText.encode_chat does."""
@@ -124,19 +134,26 @@ class Conversation(msgspec.Struct, frozen=True):
             variables=self.variables,
         )
 
+    def with_special(self, special: bool) -> Conversation:
+        return msgspec.structs.replace(self, special=special)
+
 
 class RenderedConversation(msgspec.Struct, frozen=True):
     """Conversation that the function's own chat template has rendered to text."""
 
     text: str
     field: str = "messages"
+    special: bool = False
 
     @property
     def characters(self) -> int:
         return len(self.text)
 
     def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
-        return [_last(text.encode_rendered(self.text, limit), keep)]
+        return [_last(text.encode_rendered(self.text, limit, special=self.special), keep)]
+
+    def with_special(self, special: bool) -> RenderedConversation:
+        return msgspec.structs.replace(self, special=special)
 
 
 def source_of(call: InvokeRequest, vocab_size: int) -> Source:
@@ -170,8 +187,7 @@ async def tokens_of(
         try:
             return source.encode(text, context if keep is None else None, keep)
         except TextTooLong as error:
-            why = f"the prompt is too long: prompt and output together may have {context} tokens"
-            raise invalid(source.field, why) from error
+            raise context_exceeded(source.field, context, source.field) from error
 
     return await run_on_text(
         encode, size=source.characters, field=source.field, threads=threads, deadline=deadline, receive=receive

@@ -27,12 +27,15 @@ class Outcome(msgspec.Struct):
     """Parts of the text as they came, each with its number of tokens."""
     reasoning_tokens: int = 0
     """Number of tokens of reasoning, once it was separated."""
+    token_ids: list[int] = []
+    """Ids of the generated tokens."""
 
 
 async def collect(generations: Sequence[Generation]) -> list[Outcome]:
     """Runs all generations and returns their outcomes. Raises the first ServiceError and cancels the others."""
     pieces: list[list[tuple[str, int]]] = [[] for _ in generations]
     logprobs: list[list[TokenLogprob]] = [[] for _ in generations]
+    token_ids: list[list[int]] = [[] for _ in generations]
     ends: dict[int, Done] = {}
     async with events_of(generations) as events:
         async for index, event in events:
@@ -42,6 +45,7 @@ async def collect(generations: Sequence[Generation]) -> list[Outcome]:
             else:
                 pieces[index].append((event.text, len(event.token_ids)))
                 logprobs[index] += event.logprobs
+                token_ids[index] += event.token_ids
     if len(ends) != len(generations):
         raise ServiceError("node_failed", "the node's stream ended without a result")
     return [
@@ -51,6 +55,7 @@ async def collect(generations: Sequence[Generation]) -> list[Outcome]:
             ends[index],
             generation.prompt_logprobs,
             pieces[index],
+            token_ids=token_ids[index],
         )
         for index, generation in enumerate(generations)
     ]
@@ -79,6 +84,8 @@ def _output(invocation: Invocation, index: int, outcome: Outcome) -> schema.Outp
         logprobs=None if request.sampling.logprobs is None else [logprob(entry) for entry in outcome.logprobs],
         prompt_logprobs=_prompt_logprobs(request, outcome.prompt_logprobs),
         stop_reason=outcome.done.stop_reason,
+        token_ids=outcome.token_ids if invocation.returns_token_ids else None,
+        prompt_token_ids=request.token_ids if invocation.returns_token_ids else None,
     )
 
 
@@ -106,14 +113,21 @@ async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[byt
 
 
 def _prompt_event(index: int, generation: Generation, choice: int | None) -> schema.TokenEvent | None:
-    """Returns the event with the prompt's text and log probabilities, which precedes the first token. Returns None if
-    neither was requested."""
+    """Returns the event with the prompt's text, log probabilities and token ids, which precedes the first token.
+    Returns None if none of them was requested."""
     echo = generation.invocation.echo_of(index)
     logprobs = _prompt_logprobs(generation.request, generation.prompt_logprobs)
-    if echo is None and logprobs is None:
+    token_ids = generation.request.token_ids if generation.invocation.returns_token_ids else None
+    if echo is None and logprobs is None and token_ids is None:
         return None
-    text = echo.text if echo else ""
-    return schema.TokenEvent(text=text, index=0, token_id=None, choice=choice, prompt_logprobs=logprobs)
+    return schema.TokenEvent(
+        text=echo.text if echo else "",
+        index=0,
+        token_id=None,
+        choice=choice,
+        prompt_logprobs=logprobs,
+        prompt_token_ids=token_ids,
+    )
 
 
 def token_events(event: Token | Done, choice: int | None = None) -> list[schema.TokenEvent]:

@@ -84,6 +84,8 @@ class Invocation(msgspec.Struct, frozen=True):
     request_id: str = ""
     choices: int = 1
     echo: list[Echo] = []
+    returns_token_ids: bool = False
+    """True: the reply has the ids of the tokens."""
 
     def echo_of(self, index: int) -> Echo | None:
         """Returns the echo of the request at `index`; None if nothing is echoed."""
@@ -122,6 +124,7 @@ class InputProcessor:
         context, that more choices are requested than may run at once, or that a parameter is outside the base model's
         vocabulary.
         """
+        _take_request_id(request, stated.request_id)
         target = await self.functions.target(tenant, *function, side(request))
         watch.lap("resolve")
         merged = merge(stated, target.policy.defaults)
@@ -132,10 +135,15 @@ class InputProcessor:
         parameters = resolve(merged, self.text, self.base.vocab_size)
         keep = kept_prompt_tokens(merged, context)
         source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)
+        if stated.add_special_tokens is not None:
+            source = source.with_special(stated.add_special_tokens)
         prompts = await tokens_of(source, self.text, self.text_threads, context, deadline, request.receive, keep)
         check_prompt_logprobs(merged, choices * sum(map(len, prompts)))
         checked = form or free_form(merged, target.policy.defaults, self.text, prompts[0])
         if checked is not None:
+            if merged.allowed_token_ids:
+                why = f"allowed_token_ids can't be combined with {checked.field}, which states the answer's form"
+                raise invalid("allowed_token_ids", f"{why}; use one")
             await self.grammars.check(tenant, checked, deadline)
             parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=checked.grammar)
         account, in_background = await self.callers.account(tenant), is_background(request)
@@ -171,6 +179,7 @@ class InputProcessor:
             request_id=request.state.request_id,
             choices=choices,
             echo=await self._echo(source, prompts, merged),
+            returns_token_ids=bool(stated.return_token_ids),
         )
 
     async def check_form(self, tenant: str, call: GenerationParams) -> None:
@@ -317,6 +326,12 @@ def background_request(request_id: str, path: str = "", body: bytes = b"", *, ra
         "state": {"request_id": request_id, "spare_only": True, "rate_taken": rate_taken},
     }
     return Request(scope, receive)
+
+
+def _take_request_id(request: Request, stated: str | None) -> None:
+    """Gives the request the id that its body states. The header has priority; background calls have ids already."""
+    if stated is not None and "x-request-id" not in request.headers and not is_background(request):
+        request.state.request_id = stated
 
 
 def _opaque(target: Target) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from cluster.errors import ServiceError
 from gateway.calls.neutral_fields import without_neutral
+from gateway.http.errors import invalid
 
 DOCS = "docs/guide/invoke.md#what-other-services-have"
 
@@ -22,21 +23,17 @@ class Unsupported(NamedTuple):
 
 
 _TEXT_ONLY = "answers are text"
+_TEXT_ONLY_INPUT = "the base reads text alone"
 _STRUCTURED = "use structured_outputs, or response_format"
 _CHOICES = "use n, which returns all choices, and choose by logprobs"
 _SAMPLING = "use temperature, top_p, top_k and n"
 _TOOLS = "use tools and tool_choice on /v1/chat/completions"
 
 UNSUPPORTED: dict[str, Unsupported] = {
-    "add_generation_prompt": Unsupported(
-        (None, True), "an answer begins a turn; use /v1/completions for other prompts"
-    ),
-    "allowed_token_ids": Unsupported((None,), "use logit_bias or bad_words"),
     "audio": Unsupported((None,), _TEXT_ONLY),
     "best_of": Unsupported((None, 1), _CHOICES),
     "chat_template": Unsupported((None,), "set defaults.chat_template in the function's policy"),
     "chat_template_content_format": Unsupported((None, "auto", "string"), "templates get a message's content as text"),
-    "continue_final_message": Unsupported((None, False), "use /v1/completions, with a prompt that ends in the text"),
     "detokenize": Unsupported((None, True), "leave it out: answers have their text"),
     "documents": Unsupported((None, []), "use chat_template_kwargs with documents"),
     "early_stopping": Unsupported((None, False), _SAMPLING),
@@ -47,7 +44,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "guided_grammar": Unsupported((None,), _STRUCTURED),
     "guided_json": Unsupported((None,), _STRUCTURED),
     "guided_regex": Unsupported((None,), _STRUCTURED),
+    "kv_transfer_params": Unsupported((None,), "a node computes prompts and answers itself"),
     "length_penalty": Unsupported((None, 1.0, 1), _SAMPLING),
+    "logits_processors": Unsupported((None,), "use logit_bias, bad_words, allowed_token_ids or structured_outputs"),
+    "mm_processor_kwargs": Unsupported((None,), _TEXT_ONLY_INPUT),
     "modalities": Unsupported((None, ["text"]), _TEXT_ONLY),
     "moderation": Unsupported((None,), "check the text in the caller"),
     "prediction": Unsupported((None,), "leave it out: it would change the speed alone"),
@@ -87,7 +87,7 @@ def supported_fields(body: Any, unsupported: dict[str, Unsupported], ignored: tu
         neutral, instead = unsupported[field]
         # 1 == True in Python, but not in JSON.
         if not any(body[field] == value and type(body[field]) is type(value) for value in neutral):
-            raise _refusal(field, field, instead)
+            raise _refusal(field, field, instead, "unsupported_parameter")
     if body.get("max_tokens") == 0 and body["max_tokens"] is not False:
         raise _refusal(
             "max_tokens 0", "max_tokens", "to score a prompt use 1, with prompt_logprobs, or echo and logprobs"
@@ -110,5 +110,5 @@ def _check_messages(messages: Any) -> None:
                 raise _refusal(kind, f"{where}.content[{at}].type", PARTS[kind])
 
 
-def _refusal(what: str, param: str, instead: str) -> ServiceError:
-    return ServiceError("validation_failed", f"{what} is not served; {instead} ({DOCS})", param=param)
+def _refusal(what: str, param: str, instead: str, openai_code: str = "unsupported_value") -> ServiceError:
+    return invalid(param, f"{what} is not served; {instead} ({DOCS})", openai_code)

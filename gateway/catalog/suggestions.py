@@ -47,7 +47,7 @@ class Suggestions:
         self._clock = clock
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
-    async def add_to(self, error: NoSuchFunction, with_base: bool) -> NotFound:
+    async def add_to(self, error: NoSuchFunction, with_base: bool) -> NoSuchFunction:
         """Returns the error, extended by the name that was probably meant.
 
         `with_base`: the base model may be suggested, too. Never raises. Takes at most 2 * PATIENCE seconds.
@@ -57,7 +57,7 @@ class Suggestions:
                 meant = await self._meant(error.tenant, error.function, with_base)
         except (AdapterError, TimeoutError):
             return error
-        return NotFound(f"{error}; did you mean {meant!r}?") if meant else error
+        return NoSuchFunction(error.tenant, error.function, meant) if meant else error
 
     async def _meant(self, tenant: str, typed: str, with_base: bool) -> str | None:
         state = self._tenants.setdefault(tenant, _Tenant())

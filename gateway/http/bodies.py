@@ -16,7 +16,9 @@ from adapters import strict_json
 from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig
+from gateway.http.content_encoding import check_plain, inflate, is_gzip
 from gateway.http.errors import ClientGone, invalid
+from gateway.http.openai_codes import code_of_mismatch
 from gateway.places.places import owner_now
 from gateway.places.pools import hold_place
 
@@ -30,11 +32,20 @@ MAX_NESTING = 200
 
 
 async def stream_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> AsyncGenerator[bytes, None]:
-    """Yields the chunks of a body.
+    """Yields the chunks of a body that is not compressed.
 
-    Raises ServiceError: `too_large` over `limit` bytes, `invalid_request` if the body takes longer than `seconds`, or
-    one pause longer than `idle_seconds`. Raises ClientGone if its sender disconnects.
+    Raises ServiceError: `too_large` over `limit` bytes, `unsupported_media_type` if it is compressed, `invalid_request`
+    if it takes longer than `seconds`, or one pause longer than `idle_seconds`. Raises ClientGone if its sender
+    disconnects.
     """
+    check_plain(request)
+    async for chunk in _stream_as_sent(request, limit, seconds, idle_seconds):
+        yield chunk
+
+
+async def _stream_as_sent(
+    request: Request, limit: int, seconds: float, idle_seconds: float
+) -> AsyncGenerator[bytes, None]:
     stated = request.headers.get("content-length", "0")
     if stated.isdigit() and int(stated) > limit:
         raise _too_large(limit)
@@ -63,7 +74,18 @@ async def stream_body(request: Request, limit: int, seconds: float, idle_seconds
 
 
 async def read_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> bytes:
-    return b"".join([chunk async for chunk in stream_body(request, limit, seconds, idle_seconds)])
+    """Returns a body, which may be gzip, within the limits of `stream_body`. `limit` also bounds what gzip holds."""
+    is_compressed = is_gzip(request)
+    body = b"".join([chunk async for chunk in _stream_as_sent(request, limit, seconds, idle_seconds)])
+    return _inflated(body, limit) if is_compressed else body
+
+
+def _inflated(data: bytes, limit: int) -> bytes:
+    """Returns the content of gzip data. Raises ServiceError, `too_large` if it has more than `limit` bytes."""
+    body = inflate(data, limit)
+    if len(body) > limit:
+        raise _too_large(limit)
+    return body
 
 
 async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
@@ -76,14 +98,20 @@ async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
     type_of_body = media_type(request)
     if type_of_body not in ("", "application/json"):
         raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {type_of_body[:100]}")
+    is_compressed = is_gzip(request)
     chunks: list[bytes] = []
     size = 0
-    async for chunk in stream_body(request, config.call_body, config.body_seconds, config.body_idle_seconds):
+    async for chunk in _stream_as_sent(request, config.call_body, config.body_seconds, config.body_idle_seconds):
         if size <= LARGE_BODY < size + len(chunk):
             hold_place(request, "large_bodies", owner_now.get())
         size += len(chunk)
         chunks.append(chunk)
-    return b"".join(chunks)
+    if not is_compressed:
+        return b"".join(chunks)
+    body = _inflated(b"".join(chunks), config.call_body)
+    if size <= LARGE_BODY < len(body):
+        hold_place(request, "large_bodies", owner_now.get())
+    return body
 
 
 async def read_message(request: Request, config: GatewayConfig, kind: type[T], *, absent: bytes = b"") -> T:
@@ -127,7 +155,7 @@ def convert(value: Any, kind: type[T]) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         message = _PATH.sub("", str(error)) + _meant_field(str(error), kind)
-        raise invalid(field_of(str(error)), message) from None
+        raise invalid(field_of(str(error)), message, code_of_mismatch(message)) from None
     except RecursionError:
         raise ServiceError("invalid_request", "the body is not valid JSON: it is nested too deeply") from None
 

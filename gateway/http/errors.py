@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from adapters import errors as adapter_errors
 from cluster.descriptors import is_out_of_descriptors
 from cluster.errors import ServiceError
+from gateway.http.openai_codes import openai_code
 
 STORE_RETRY_AFTER = 2.0
 RESOURCE_RETRY_AFTER = 2.0
@@ -41,9 +42,9 @@ class ClientGone(Exception):
     """The caller closed the connection, so its work ends and no reply is sent."""
 
 
-def invalid(param: str | None, message: str) -> ServiceError:
+def invalid(param: str | None, message: str, openai_code: str | None = None) -> ServiceError:
     """Returns a `validation_failed` error about the request's field `param`."""
-    return ServiceError("validation_failed", message, param=param)
+    return ServiceError("validation_failed", message, param=param, openai_code=openai_code)
 
 
 def no_room(what: str) -> ServiceError:
@@ -68,6 +69,9 @@ def to_service_error(error: BaseException) -> ServiceError:
             missing = exhausted_resource(error)
             message = _short_of(missing) if missing else "the registry can't be reached now"
             return ServiceError("unavailable", message, retry_after=STORE_RETRY_AFTER)
+        case adapter_errors.NotCallable():
+            why = f"The model `{error.called[:100]}` does not exist or you do not have access to it."
+            return ServiceError("not_found", str(error), openai_code="model_not_found", openai_message=why)
         case HTTPException():
             return _from_starlette(error)
     for kind, (error_type, retry_after) in AS_THEY_SAY.items():
@@ -107,7 +111,7 @@ def is_unexpected(error: BaseException) -> bool:
 
 def _from_starlette(error: HTTPException) -> ServiceError:
     if error.status_code == 404:
-        return ServiceError("not_found", str(error.detail))
+        return ServiceError("not_found", str(error.detail), openai_code="unknown_url")
     if error.status_code == 405:
         return ServiceError("method_not_allowed", "the route exists, but not with this method")
     return ServiceError("invalid_request", str(error.detail))
@@ -131,16 +135,17 @@ def native_body(error: ServiceError, request_id: str) -> dict[str, Any]:
 
 
 def openai_body(error: ServiceError, request_id: str) -> dict[str, Any]:
-    """Returns the error body in OpenAI's format: OpenAI's error class in `type`, ours in `code`."""
+    """Returns the error body in OpenAI's format."""
     kind = {400: "invalid_request_error", 404: "invalid_request_error", 401: "authentication_error"}
     kind |= {403: "permission_error", 429: "rate_limit_error"}
     status = openai_status(error)
+    message = f"{error.openai_message} ({error.message})" if error.openai_message else error.message
     return {
         "error": {
-            "message": cut(error.message, MAX_MESSAGE),
+            "message": cut(message, MAX_MESSAGE),
             "type": kind.get(status, "invalid_request_error" if status < 500 else "server_error"),
             "param": error.param and cut(error.param, MAX_PARAM),
-            "code": error.type,
+            "code": openai_code(error),
             "request_id": request_id,
         }
     }

@@ -24,7 +24,8 @@ def known_only(request: Request, *names: str) -> None:
     present: set[str] = set()
     for name, _ in request.query_params.multi_items():
         if name not in names:
-            raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, names)}")
+            why = f"unknown query parameter {name[:100]!r}{did_you_mean(name, names)}"
+            raise invalid(name[:100], why, "unknown_parameter")
         if name in present:
             raise invalid(name, f"the query parameter {name} occurs more than once")
         present.add(name)

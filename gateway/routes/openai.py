@@ -149,6 +149,7 @@ def _head(invocation: Invocation, call: openai.Shared, text: BaseText) -> Head:
         opened=opened_reasoning(invocation, text) if form is not None and form.reasoning else [],
         prompt_logprobs=call.prompt_logprobs is not None,
         continuous_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
+        prompt_token_ids=[each.token_ids for each in invocation.requests] if invocation.returns_token_ids else [],
     )
 
 

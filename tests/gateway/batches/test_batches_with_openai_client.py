@@ -69,7 +69,7 @@ def test_runs_a_file_of_several_functions(client: openai.OpenAI) -> None:
         assert response["status_code"] == 200
         assert response["body"]["choices"][0]["text"] == "".join(f" t{each}" for each in range(1 + number % 5))
     assert bad["call-2"]["response"]["status_code"] == 404
-    assert bad["call-2"]["response"]["body"]["error"]["code"] == "not_found"
+    assert bad["call-2"]["response"]["body"]["error"]["code"] == "model_not_found"
 
 
 def test_conversations_run_as_best_effort(start: Callable[..., Running], stories_dir: Path, tmp_path: Path) -> None:

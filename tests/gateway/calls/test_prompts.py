@@ -68,7 +68,7 @@ def test_what_can_not_fit_is_refused(gateway: Running, path: str) -> None:
     assert reply.status_code == (400 if path.startswith("/v1") else 422)
     error = reply.json()["error"]
     assert error["param"] == "prompt"
-    assert f"the prompt is too long: prompt and output together may have {gateway.base.max_context}" in error["message"]
+    assert f"This model's maximum context length is {gateway.base.max_context} tokens" in error["message"]
 
 
 def test_a_timeout_counts_from_receipt(gateway: Running) -> None:

@@ -134,11 +134,11 @@ def test_streams_several_choices(client: openai.OpenAI) -> None:
     [
         ({"n": 17}, "n"),
         ({"n": 16, "prompt": ["a", "b", "c", "d", "e"]}, "n"),
-        ({"temperature": 3}, "temperature"),
+        ({"temperature": -3}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 100_000}, "max_tokens"),
         ({"best_of": 3}, "best_of"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"extra_body": {"surprise": 1}}, "surprise"),
         ({"extra_body": {"echo": 0}}, "echo"),
         ({"prompt": "word " * 600}, "prompt"),

@@ -121,7 +121,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, 512]}, "prompt", "vocabulary ends at 511"),
     ({"prompt": [1, -1]}, "prompt", ">= 0"),
     ({"prompt": [1.5]}, "prompt", "float"),
-    ({"prompt": [1] * 600}, "prompt", "the prompt has 600 tokens"),
+    ({"prompt": [1] * 600}, "prompt", "(600 in the prompt, 1 in the completion)"),
     ({"best_of": 2}, "best_of", "best_of is not served; use n, which returns all choices"),
     ({"use_beam_search": True}, "use_beam_search", "docs/guide/invoke.md"),
     ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),

@@ -87,7 +87,7 @@ def test_a_function_runs_no_more_at_once_than_its_policy_says(gateway: Running, 
             refused = client.post(path, json=body)
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["code"] == "rate_limited"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         node.go_on.set()
         assert [future.result() for future in running] == [200, 200]
     assert client.post("/invoke/f", json=CALL).status_code == 200
