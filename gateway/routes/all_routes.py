@@ -22,10 +22,11 @@ from gateway.routes import (
     tenants,
     tokens,
     usage,
+    vllm_adapters,
     warm,
     webhook_secrets,
 )
 
-CALLED = (invoke, invocations, openai, files, batches, tokens, deploy, functions, aliases, warm)
+CALLED = (invoke, invocations, openai, files, batches, tokens, deploy, vllm_adapters, functions, aliases, warm)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs, console)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]

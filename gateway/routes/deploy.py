@@ -18,6 +18,7 @@ from adapters.function_changes import check_options
 from adapters.functions import ITEM_BYTES, OwnDefaults
 from adapters.names import is_name
 from adapters.rank_limit import RankLimit
+from adapters.sources import Place
 from cluster.errors import ServiceError
 from gateway.calls.adapter_text import own_defaults
 from gateway.calls.parameters import check_defaults
@@ -75,6 +76,16 @@ class DeployReply(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
+class How(NamedTuple):
+    """Options of a deploy."""
+
+    dry_run: bool
+    warm: bool
+
+
+CREATE = How(dry_run=False, warm=False)
+
+
 # `:path`, so that a name with slashes is reported as a malformed name, not as an unknown route.
 @routes.tenant(
     "POST /deploy/{name:path}",
@@ -88,10 +99,8 @@ class DeployReply(msgspec.Struct, frozen=True):
 )
 async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
-    if not is_name(name):
-        rule = "has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit"
-        raise invalid("name", f"a function's name {rule}")
-    how = _How(flag(request, "dry_run"), flag(request, "warm"))
+    check_name(name, "name")
+    how = How(flag(request, "dry_run"), flag(request, "warm"))
     body_type = media_type(request)
     if body_type == "application/json":
         return await _from_source(catalog, request, tenant, name, how)
@@ -102,7 +111,14 @@ async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
         return await _from_upload(catalog, request, tenant, name, how)
 
 
-async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
+def check_name(name: str, field: str) -> None:
+    """Raises ServiceError, about the request's field, if the name can't be a function's."""
+    if not is_name(name):
+        rule = "has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit"
+        raise invalid(field, f"a function's name {rule}")
+
+
+async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: str, how: How) -> Response:
     async with receive_upload(request, catalog.config) as upload:
         limit, defaults = (
             await _rank_limit(catalog),
@@ -114,10 +130,18 @@ async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: st
         return await _store(catalog, request, tenant, name, adapter, how)
 
 
-async def _from_source(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
+async def _from_source(catalog: Catalog, request: Request, tenant: str, name: str, how: How) -> Response:
     body = await read_message(request, catalog.config, DeploySource)
     place = allowed_place(catalog.sources, body.source)
     check_options(body.alias, body.policy)
+    return await deploy_from(catalog, request, tenant, name, place, body, how)
+
+
+async def deploy_from(
+    catalog: Catalog, request: Request, tenant: str, name: str, place: Place, body: DeploySource, how: How = CREATE
+) -> Response:
+    """Deploys the files of an allowed place. Raises ServiceError, InvalidRequest about `source`, and the registry's
+    errors."""
     with catalog.pools["deploys"].hold_now(tenant):
         async with copied_source(catalog.config, catalog.sources, catalog.source_threads, place) as files:
             limit, defaults = (
@@ -136,13 +160,8 @@ async def _version_defaults(catalog: Catalog, request: Request, tenant: str, fil
     return await own_defaults(files, catalog.text, catalog.templates, tenant=tenant, receive=request.receive)
 
 
-class _How(NamedTuple):
-    dry_run: bool
-    warm: bool
-
-
 async def _store(
-    catalog: Catalog, request: Request, tenant: str, name: str, upload: AdapterUpload, how: _How
+    catalog: Catalog, request: Request, tenant: str, name: str, upload: AdapterUpload, how: How
 ) -> Response:
     problems: list[str] = []
     registry, staged = catalog.registry, None
