@@ -162,7 +162,7 @@ def stated_number(value: object) -> object:
 
 def with_numbers(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config with numbers in the place of texts that state ranks and alphas."""
-    changed = {name: stated_number(config[name]) for name in ("r", "lora_alpha") if name in config}
+    changed: dict[str, Any] = {name: stated_number(config[name]) for name in ("r", "lora_alpha") if name in config}
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(config.get(name), dict):
             changed[name] = {key: stated_number(value) for key, value in config[name].items()}

@@ -37,7 +37,8 @@ def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
     """
     values = np.frombuffer(read_bytes(weights, ref), dtype=ITEMS[ref.dtype])
     if ref.dtype in FLOAT8:
-        return float8_table(ref.dtype)[values]
+        bits: npt.NDArray[Any] = float8_table(ref.dtype)[values]
+        return bits
     if ref.dtype == "F64":
         with np.errstate(over="ignore"):  # found as an infinite value
             return values.astype("<f4")

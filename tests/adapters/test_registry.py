@@ -182,7 +182,7 @@ def test_malformed_names_are_refused(registry: Registry, good: tuple[bytes, Path
         ({"policy": {"provisioned": 1}}, "policy.provisioned"),
         ({"policy": {"timeout": -1}}, "policy.timeout"),
         ({"policy": {"timeout": "5"}}, "policy.timeout"),
-        ({"policy": {"defaults": {"temperature": 3}}}, "policy.defaults.temperature"),
+        ({"policy": {"defaults": {"temperature": -3}}}, "policy.defaults.temperature"),
         ({"policy": {"defaults": {"tools": []}}}, "policy.defaults"),
     ],
 )

@@ -57,7 +57,7 @@ def test_what_is_not_enforced_is_refused(client: httpx.Client) -> None:
         ("max_concurrency", 1.5, "max_concurrency"),
         ("defaults", {"tool_parser": "pythonic"}, "defaults.tool_parser"),
         ("defaults", {"parser": "hermes"}, "defaults"),
-        ("defaults", {"temperature": 3}, "defaults.temperature"),
+        ("defaults", {"temperature": -3}, "defaults.temperature"),
         ("defaults", [], "defaults"),
         ("defaults", {"stop": ""}, "defaults.stop"),
         ("defaults", {"stop": ["end", ""]}, "defaults.stop[1]"),
