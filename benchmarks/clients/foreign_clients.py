@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.http_service import HttpService
 from benchmarks.common.report import ROOT, arguments, publish, report
-from tests.support.environments import PINS, TORCH, install
+from tests.support.environments import FOLDER, LOAD_GENERATORS, PINS, install
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 ADAPTERS = sorted((ROOT / "examples" / "adapters" / MODEL.name).glob("*/"))
@@ -121,16 +121,16 @@ def recorded(url: str, file: Path | None) -> Iterator[str]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".foreign-clients", metavar="DIR")
+    parser.add_argument("--environments", type=Path, default=FOLDER, metavar="DIR")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write each client's requests to DIR/CLIENT.jsonl")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     options = parser.parse_args()
-    for name in PINS:
+    for name in LOAD_GENERATORS:
         install(name, options.environments.absolute() / name)
     environments: Path = options.environments.absolute()
     rows = [row for engine in options.engines for row in measure(engine, environments, options.record)]
     settings = {
-        "pins": [TORCH, *(pin for pins in PINS.values() for pin in pins)],
+        "pins": list(dict.fromkeys(pin for name in LOAD_GENERATORS for pin in PINS[name])),
         "engines": options.engines,
         "functions": len(FUNCTIONS),
         "requests": REQUESTS,
