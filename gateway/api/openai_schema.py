@@ -118,6 +118,13 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function: ToolFunction
     type: Literal["function"] = "function"
 
+    def plain(self) -> dict[str, Any]:
+        """Returns the tool as chat templates read it: what it has of name, description and parameters, in this order.
+        Models were trained on this text."""
+        function = self.function
+        parts = {"name": function.name, "description": function.description, "parameters": function.parameters}
+        return {"type": self.type, "function": {name: part for name, part in parts.items() if part is not None}}
+
 
 class ChosenFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str

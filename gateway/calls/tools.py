@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from cluster.text import BaseText
 from gateway.api import openai_schema as openai
 from gateway.calls.answers import AnswerForm
@@ -27,7 +25,7 @@ def conversation_of(call: openai.ChatRequest) -> Conversation:
     if call.reasoning_effort not in (None, "none"):
         variables["reasoning_effort"] = call.reasoning_effort
     if call.offered_tools:
-        variables["tools"] = [msgspec.to_builtins(tool) for tool in call.tools or []]
+        variables["tools"] = [tool.plain() for tool in call.tools or []]
     answer, continues = end_of_prompt(call.messages, call.add_generation_prompt, call.continue_final_message)
     messages = [message.plain() for message in call.messages]
     return Conversation(messages, answer=answer, continues=continues, variables=variables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,35 @@ def client(gateway: Running, pirate: dict) -> httpx.Client:
     client.timeout = 200.0
     assert client.post("/deploy/f", files=pirate).status_code == 201
     return client
+
+
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "find_order",
+            "description": "Finds an order",
+            "parameters": {"$schema": "x", "type": "object", "properties": {"id": {"type": "integer"}}},
+        },
+    },
+]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Where is it?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "find_order", "arguments": '{"id": 4, "x": "é"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "sent"},
+]
 
 
 def set_template(client: httpx.Client, template: Any, name: str = "f") -> httpx.Response:
@@ -175,6 +205,24 @@ def test_a_template_that_takes_too_much_harms_nobody_else(
         return hello.status_code == 200
 
     until(works_again)
+
+
+def test_tools_have_the_tokens_of_transformers(gateway: Running, client: httpx.Client) -> None:
+    """The template gets of each tool what the client has stated, in the order in which models see it in training; not
+    `strict`, which is none of the model's."""
+    assert set_template(client, TOOLS_TEMPLATE).status_code == 200
+    (now, find_order), calls = TOOLS, CALLED[1]["tool_calls"]
+    sent = [now, {"function": {"strict": False, **find_order["function"]}, "type": "function"}]
+    body = {"model": "f", "messages": CALLED, "tools": sent, "max_tokens": 1}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    function = calls[0]["function"]
+    parsed = [{**calls[0], "function": {**function, "arguments": json.loads(function["arguments"])}}]
+    messages = [CALLED[0], {**CALLED[1], "tool_calls": parsed}, CALLED[2]]
+    reference = AutoTokenizer.from_pretrained(gateway.config.model_dir)
+    (node,) = gateway.nodes
+    assert node.received[-1].token_ids == reference.apply_chat_template(
+        messages, tools=TOOLS, chat_template=TOOLS_TEMPLATE, add_generation_prompt=True, return_dict=False
+    )
 
 
 def test_a_call_waits_no_longer_than_it_says(client: httpx.Client) -> None:
