@@ -26,6 +26,8 @@ from tests.support.ports import free_port
 
 SETTINGS = {"PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """Variables of the server: its workers find our extension, and it passes on calls of the extension."""
+SWITCHES = ("disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb")
+"""Arguments whose options only turn them on."""
 CALL_S, END_S = 60.0, 30.0
 
 
@@ -33,6 +35,8 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Yields engine arguments as vLLM's command line takes them."""
     for name, value in arguments.items():
         option = name.replace("_", "-")
+        if value is False and name in SWITCHES:
+            continue
         if isinstance(value, bool):
             yield f"--{option}" if value else f"--no-{option}"
         elif isinstance(value, dict):

@@ -187,6 +187,7 @@ def ready_message(
 def set_environment(config: EngineConfig) -> None:
     """Sets the environment variables that vLLM reads."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(START_S)))  # by itself vLLM ends the start earlier
     if config.vllm.arguments.get("nnodes", 1) == 1:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM's processes need no other host's connections
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process with threads must not be forked

@@ -147,6 +147,7 @@ def test_the_server_gets_the_engine_arguments_of_the_node() -> None:
     for option, value in (("max-loras", "8"), ("max-cpu-loras", "8"), ("kv-cache-memory-bytes", str(1 << 30))):
         assert found[found.index(f"--{option}") + 1] == value
     assert {"--enable-lora", "--no-enable-prefix-caching"} <= set(found)
+    assert not [option for option in found if "log-stats" in option], "vLLM's server has no option for False"
     assert list(flags({"a_b": {"c": 1}})) == ["--a-b", '{"c": 1}']
 
 

@@ -18,10 +18,10 @@ import httpx
 from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from tests.e2e.whole_service import Service, descendants, eventually
 from tests.support.ports import free_port
-from tests.vllm.vllm_process import ARGUMENTS, SETTINGS
+from tests.vllm.vllm_process import ARGUMENTS, SETTINGS, START_S
 
 ROOT = Path(__file__).parents[2]
-START_S, STOP_S, CALL_S = 600.0, 90.0, 240.0
+STOP_S, CALL_S = 90.0, 240.0
 STATED = ("--state", "state")
 OWN, VLLM = "own", "vllm"
 FILES = {OWN: "serverless.yml", VLLM: "vllm.yml"}

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.ports import free_port
-from tests.vllm.vllm_process import SETTINGS
+from tests.vllm.vllm_process import SETTINGS, START_S
 
 ROOT = Path(__file__).parents[2]
-START_S, STOP_S, COMMAND_S = 900, 90, 600
+STOP_S, COMMAND_S = 90, 600
 
 
 class Served:

@@ -15,7 +15,7 @@ from garnish.settings import Base, node_config
 from node_agent.vllm.arguments import engine_arguments
 from tests.support.llama_page import llama_services
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 SLOTS = 8
@@ -52,7 +52,7 @@ def parse(python: Path, *arguments: dict[str, Any]) -> subprocess.CompletedProce
     text = json.dumps([(each, list(flags(each))) for each in arguments])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [str(python), "-c", PARSE], input=text, env=environment, capture_output=True, text=True, timeout=500
+        [str(python), "-c", PARSE], input=text, env=environment, capture_output=True, text=True, timeout=1500
     )
 
 
@@ -70,4 +70,5 @@ def test_vllm_refuses_what_is_misspelt(python: Path, base: Path, wrong: dict[str
     done = parse(python, page_arguments(base)[1] | wrong)
     ((name, value),) = wrong.items()
     assert done.returncode != 0
-    assert name in done.stderr or str(value) in done.stderr
+    reason = done.stderr.strip().splitlines()[-1]
+    assert name in reason or str(value) in reason

@@ -20,10 +20,9 @@ from tests.support.peft_reference import make_adapter
 from tests.support.ports import free_port
 from tests.vllm.served import ROOT, STOP_S
 from tests.vllm.test_vllm_bases import ARGUMENTS
-from tests.vllm.vllm_process import SETTINGS, wait_for
+from tests.vllm.vllm_process import SETTINGS, START_S, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-START_S = 900.0
 
 
 def service_file(folder: Path, base: Path, registry: Path, python: str) -> Path:

@@ -43,6 +43,11 @@ def workers(vllm: VllmProcess) -> list[int]:
     return [pid for pid in vllm.tree if pid in known and name_of(pid).startswith("VLLM::Worker")]
 
 
+def assert_ranks_meet_in_shared_memory(vllm: VllmProcess) -> None:
+    """So that `assert_ended` sees whether that memory is removed."""
+    assert [path for path in vllm.shared_memory if "cpushm" in path.name], vllm.shared_memory
+
+
 def test_two_ranks_give_pefts_tokens_and_end_together(python: Path, wide_base: Path, tmp_path: Path) -> None:
     every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     directories = [
@@ -54,6 +59,7 @@ def test_two_ranks_give_pefts_tokens_and_end_together(python: Path, wide_base: P
     settings = {"tensor_parallel_size": 2, "answer_s": 30.0}
     with VllmProcess(python, wide_base, tmp_path / "registry", tmp_path, **settings) as vllm:
         assert len(workers(vllm)) == 2
+        assert_ranks_meet_in_shared_memory(vllm)
         deployed = [(None, None), *((directory, vllm.deploy(directory)) for directory in directories)]
         calls = [
             (directory, prompt, vllm.submit(prompt, TOKENS, adapter))
@@ -68,3 +74,11 @@ def test_two_ranks_give_pefts_tokens_and_end_together(python: Path, wide_base: P
         vllm.submit(PROMPTS[0], 300)
         os.kill(workers(vllm)[1], signal.SIGKILL)
         assert_ended(vllm)
+
+
+def test_two_ranks_that_are_stopped_leave_nothing(python: Path, wide_base: Path, tmp_path: Path) -> None:
+    with VllmProcess(python, wide_base, tmp_path / "registry", tmp_path, tensor_parallel_size=2) as vllm:
+        assert_ranks_meet_in_shared_memory(vllm)
+        vllm.process.terminate()
+        assert_ended(vllm, code=0)
+        assert not vllm.errors()
