@@ -27,11 +27,16 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+def is_value(found, stated):
+    if isinstance(stated, dict):
+        return all(getattr(found, name) == each for name, each in stated.items())
+    return found in (stated, [stated])
+
 for arguments, flags in json.load(sys.stdin):
     AsyncEngineArgs(**arguments)
     parsed = AsyncEngineArgs.from_cli_args(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags))
     for name, value in arguments.items():
-        assert getattr(parsed, name) in (value, [value]), name
+        assert is_value(getattr(parsed, name), value), name
     assert parsed.quantization in (None, *QUANTIZATION_METHODS), parsed.quantization
     ParallelConfig(tensor_parallel_size=parsed.tensor_parallel_size, distributed_executor_backend="mp")
     LoRAConfig(max_lora_rank=parsed.max_lora_rank, max_loras=parsed.max_loras, max_cpu_loras=parsed.max_cpu_loras)
