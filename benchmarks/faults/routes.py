@@ -154,6 +154,13 @@ REQUESTS: dict[tuple[str, str], Callable[[Names], Request]] = {
     ("post", "/functions/{name}/rollback"): _fixed(f"{_OF_FUNCTION}/rollback", {"alias": ALIAS}),
     ("post", "/functions/{name}/warm"): _fixed(f"{_OF_FUNCTION}/warm", {"tier": "device", "copies": 1}),
     ("get", "/functions/{name}/forecast"): _fixed(f"{_OF_FUNCTION}/forecast"),
+    ("post", "/v1/load_lora_adapter"): _fixed(
+        "/v1/load_lora_adapter", {"lora_name": FUNCTION, "lora_path": "/unknown", "load_inplace": True}
+    ),
+    ("post", "/v1/unload_lora_adapter"): _fixed("/v1/unload_lora_adapter", {"lora_name": "unknown-1"}),
+    ("get", "/"): _fixed("/"),
+    ("get", "/ping"): _fixed("/ping"),
+    ("get", "/version"): _fixed("/version"),
     ("get", "/healthz"): _fixed("/healthz"),
     ("get", "/health"): _fixed("/health"),
     ("get", "/readyz"): _fixed("/readyz"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -90,7 +91,8 @@ async def get_file_content(request: Request, calls: Calls, tenant: str) -> Respo
         await take_rate(request, tenant, RouteRate("reads_per_second", pieces))
     headers = {"content-length": str(record.bytes), "x-content-type-options": "nosniff"}
     content = _content(calls, tenant, record)
-    return StreamingResponse(content, headers=headers, media_type="application/octet-stream")
+    first = await anext(content, b"")  # before the headers, so that a store that is away is answered 503
+    return StreamingResponse(_joined(first, content), headers=headers, media_type="application/octet-stream")
 
 
 @routes.tenant("DELETE /v1/files/{file_id}", "Delete a file", {200: FileDeleted}, parameters=(FILE_ID,))
@@ -115,6 +117,13 @@ async def _check_tenant(calls: Calls, tenant: str, record: FileRecord) -> None:
 
 async def _record(request: Request, calls: Calls, tenant: str) -> FileRecord:
     return await calls.threads.read(calls.batches.files.get, tenant, request.path_params["file_id"])
+
+
+async def _joined(first: bytes, content: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(content):
+        yield first
+        async for piece in content:
+            yield piece
 
 
 async def _content(calls: Calls, tenant: str, record: FileRecord) -> AsyncGenerator[bytes, None]:

@@ -14,7 +14,9 @@ import pytest
 from openai.types import Batch
 from running_gateway import Running, until
 
+from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
+from gateway.batches.files import FileStore
 
 
 @pytest.fixture
@@ -285,3 +287,20 @@ def test_an_upload_leaves_nothing_of_a_tenant_that_is_removed_meanwhile(deployed
     headers = {"authorization": f"Bearer {key}", "content-type": "multipart/form-data; boundary=b"}
     assert deployed.client(None).post("/v1/files", content=body(), headers=headers).status_code == 404
     assert not stored.exists()
+
+
+def test_a_file_of_a_store_that_is_away_is_refused_before_its_headers(
+    deployed: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = deployed.client()
+    uploaded = client.post("/v1/files", files={"file": ("calls.jsonl", b"{}\n"), "purpose": (None, "batch")}).json()
+
+    def fail(*_: object) -> bytes:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(FileStore, "read", fail)
+    refused = client.get(f"/v1/files/{uploaded['id']}/content")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
+    assert "retry-after" in refused.headers
+    monkeypatch.undo()
+    assert client.get(f"/v1/files/{uploaded['id']}/content").content == b"{}\n"

@@ -36,6 +36,8 @@ from gateway.residency import orders
 
 PAGE = Path(__file__).parents[3] / "docs/operate/security.md"
 MINUTES = float(os.environ.get("GARNISH_POOL_MINUTES", "0"))
+EXPIRY_S = 600.0 + 60 * MINUTES
+"""Seconds for which the stub node, which reports once, counts as there."""
 BOUND_S = 20.0
 """Within which the other tenant's work has to end, if the host has a core for it. Each attack would hold it up for
 longer."""
@@ -130,8 +132,9 @@ def world(
         released, delivered = threading.Event(), threading.Event()
         hanging, good = stack.enter_context(receiver(None)), stack.enter_context(receiver(delivered))
         running = start_gateway(
-            stack, stories_dir, tmp_path_factory.mktemp("pools"), webhook_hosts=("127.0.0.0/8", "localhost")
-        )
+            stack, stories_dir, tmp_path_factory.mktemp("pools"), webhook_hosts=("127.0.0.0/8", "localhost"),
+            record_expiry=EXPIRY_S, node_silence=EXPIRY_S,
+        )  # fmt: skip
 
         async def script(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:
             if asked.tenant == "acme" and len(asked.token_ids) > 20:
