@@ -300,7 +300,6 @@ def test_a_file_of_a_store_that_is_away_is_refused_before_its_headers(
 
     monkeypatch.setattr(FileStore, "read", fail)
     refused = client.get(f"/v1/files/{uploaded['id']}/content")
-    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "unavailable")
-    assert "retry-after" in refused.headers
+    assert refused.status_code == 503 and "retry-after" in refused.headers
     monkeypatch.undo()
     assert client.get(f"/v1/files/{uploaded['id']}/content").content == b"{}\n"
