@@ -50,6 +50,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "push.push", ["--model"], {"first_token_s", "ttft_s_p95_ratio", "versions_last"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
             "faults.restored",
             ["--model"],
             {"all_s_6", "worst_s_6", "link_share_6", "leader_s", "worst_leader_s"},
