@@ -35,7 +35,7 @@ class HealthReply(msgspec.Struct, frozen=True):
     status: Literal["alive"]
 
 
-class VersionReply(msgspec.Struct, frozen=True):
+class ServiceVersion(msgspec.Struct, frozen=True):
     version: str
 
 
@@ -56,9 +56,9 @@ async def ping(request: Request) -> ASGIApp:
     return await healthz(request)
 
 
-@routes.public("GET /version", "The version of Garnish", {200: VersionReply})
-async def get_version(_: Request) -> Response:
-    return json_response(VersionReply(VERSION))
+@routes.public("GET /version", "The version of Garnish", {200: ServiceVersion})
+async def get_service_version(_: Request) -> Response:
+    return json_response(ServiceVersion(VERSION))
 
 
 @routes.public(
