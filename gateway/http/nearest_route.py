@@ -23,7 +23,6 @@ ELSEWHERE = {
     "images/generations": "the base generates text alone",
     "audio/speech": "the base generates text alone",
     "audio/transcriptions": "the base reads text alone",
-    "load_lora_adapter": "adapters are deployed with POST /deploy/{name}",
 }
 """Replacements of routes that other services have, by the ends of their paths."""
 _PARAMETER = re.compile(r"\{[^}]*\}")

@@ -95,7 +95,7 @@ def test_log_probabilities_name_their_tokens(tmp_path: Path, stories_dir: Path) 
                 await engine.say(Generated("r1", chosen, top), finished("r1"))
                 token, _ = await stream.rest()
             assert isinstance(token, Token)
-            names = [TopLogprob(" the", chosen, -0.5), TopLogprob("\ufffd", other, -2.0)]
+            names = [TopLogprob(" the", chosen, -0.5), TopLogprob("\ufffd", other, -2.0, b"\xe4")]
             assert token.logprobs == [TokenLogprob(" the", chosen, -0.5, names)]
 
     run_scenario(scenario())

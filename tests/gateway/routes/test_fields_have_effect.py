@@ -34,7 +34,8 @@ GENERATION: dict[str, Any] = {
     "frequency_penalty": 1, "repetition_penalty": 2, "seed": 2, "stop": "x", "stop_token_ids": [7], "ignore_eos": True,
     "min_tokens": 1, "logit_bias": {"5": 1}, "bad_words": ["Once"], "skip_special_tokens": False,
     "include_stop_str_in_output": True, "truncate_prompt_tokens": 1, "timeout": 5, "n": 2, "prompt_logprobs": 1,
-    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "allowed_token_ids": [5, 7],
+    "spaces_between_special_tokens": False, "return_token_ids": True, "cache_salt": "s", "request_id": "call-7",
 }  # fmt: skip
 SHARED = {**GENERATION, "model": "nobody", "stream": True, "stream_options": {"include_usage": True}}
 VALUES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
@@ -42,7 +43,8 @@ VALUES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         schema.InvokeRequest,
         {"prompt": "Once upon", "max_tokens": 3, "seed": 1},
         {
-            **GENERATION, "prompt": "Twice", "messages": MESSAGES, "logprobs": 1, "echo": True, "stream": True,
+            **GENERATION, "add_special_tokens": False, "prompt": "Twice", "messages": MESSAGES, "logprobs": 1,
+            "echo": True, "stream": True,
             "background": True, "on_success": {"webhook": "https://example.com"},
             "on_failure": {"webhook": "https://example.com"},
         },
@@ -50,7 +52,7 @@ VALUES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "/v1/completions": (
         openai.CompletionRequest,
         {"model": BASE, "prompt": "Once upon", "max_tokens": 3, "seed": 1},
-        {**SHARED, "prompt": "Twice", "logprobs": 1, "echo": True},
+        {**SHARED, "add_special_tokens": False, "prompt": "Twice", "logprobs": 1, "echo": True},
     ),
     "/v1/chat/completions": (
         openai.ChatRequest,
@@ -59,6 +61,7 @@ VALUES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
             **SHARED, "messages": [{"role": "user", "content": "Twice", "name": "Ann"}], "max_completion_tokens": 2,
             "logprobs": True, "top_logprobs": 1, "tools": TOOLS, "tool_choice": "required",
             "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "include_reasoning": False,
+            "add_special_tokens": True, "add_generation_prompt": False, "continue_final_message": True,
         },
     ),
     "/tokenize": (
@@ -66,7 +69,7 @@ VALUES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         {"prompt": "Once upon"},
         {
             "model": "nobody", "prompt": "Twice", "messages": MESSAGES, "add_special_tokens": False,
-            "add_generation_prompt": False, "return_token_strs": True,
+            "add_generation_prompt": False, "continue_final_message": True, "return_token_strs": True,
         },
     ),
     "/detokenize": (DetokenizeRequest, {"tokens": [403, 407]}, {"model": "nobody", "tokens": [403]}),
@@ -77,6 +80,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "include_reasoning": {"model": "thinker"},
     "messages": {"prompt": None},
     "add_generation_prompt": {"prompt": None, "messages": MESSAGES},
+    "continue_final_message": {"prompt": None, "messages": MESSAGES},
     "include_stop_str_in_output": {"stop": "x"},
 }
 """Fields of which a field depends."""
@@ -109,6 +113,8 @@ def outcome(gateway: Running, path: str, body: dict[str, Any]) -> Any:
     timeouts = [round(each.timeout) for each in node.received]
     answer = reply.text if "stream" in stated else _steady(reply.json())
     shown = _lines(answer) if isinstance(answer, str) else answer
+    if "request_id" in stated:
+        shown = [reply.headers["x-request-id"], shown]
     return reply.status_code, shown, [_asked(each) for each in node.received], timeouts
 
 
