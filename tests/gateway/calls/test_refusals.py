@@ -18,7 +18,6 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 EXPECTED = {
     "best_of": "best_of is not served; use n, which returns all choices, and choose by logprobs",
-    "allowed_token_ids": "allowed_token_ids is not served; use logit_bias or bad_words",
     "suffix": "suffix is not served; put what comes after into the prompt",
     "priority": "priority is not served; the function's slo_class says which calls go first",
     "use_beam_search": "use_beam_search is not served; use temperature, top_p, top_k and n",
