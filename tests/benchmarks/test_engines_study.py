@@ -26,6 +26,7 @@ from benchmarks.engines.turns import Loads, loads_of_round, measure
 from benchmarks.engines.vllm_server import flags
 from node_agent.vllm.arguments import engine_arguments
 from tests.benchmarks.studies import run_study
+from tests.e2e.whole_service import eventually
 from tests.support.processes import processes
 
 LOADS = Loads(warm=8, first=2, calls=8, callers=(8,), per_caller=2, prompt_words=3, tokens=4)
@@ -170,6 +171,11 @@ def test_without_a_gpu_a_shape_is_refused(monkeypatch: pytest.MonkeyPatch, capsy
 SLEEPER = "import sys, time; sys.stdout.write('up\\n'); sys.stdout.flush(); time.sleep(600)"
 
 
+def states(*pids: int) -> set[str]:
+    known = processes()
+    return {known[pid][1] for pid in pids}
+
+
 def test_processes_are_pinned_and_stand_still() -> None:
     cores = sorted(os.sched_getaffinity(0))
     computing, others = {cores[-1]}, {cores[0]}
@@ -182,9 +188,9 @@ def test_processes_are_pinned_and_stand_still() -> None:
             assert pin(service.pid, computing, others) == 1
             assert (os.sched_getaffinity(worker), os.sched_getaffinity(service.pid)) == (computing, others)
             stop(service.pid)
-            assert {processes()[pid][1] for pid in (worker, service.pid)} == {"T"}
+            assert eventually(lambda: states(worker, service.pid) == {"T"})
             resume(service.pid)
-            assert "T" not in {processes()[pid][1] for pid in (worker, service.pid)}
+            assert eventually(lambda: "T" not in states(worker, service.pid))
         finally:
             for pid in (worker, service.pid):
                 os.kill(pid, 9)
