@@ -25,9 +25,9 @@ def call(service: Service) -> str:
 def candidate(service: Service, made: str) -> dict[str, Any]:
     """What GET /explain says of the node, about that call."""
     with service.client("acme") as http:
-        (placement,) = http.get(f"/explain/{made}").raise_for_status().json()["placements"]
+        (decision,) = http.get(f"/explain/{made}").raise_for_status().json()["decisions"]
     shown = service.run("explain", made, "--state", "state")
-    forecast = placement["decision"]["candidates"][0]
+    forecast = decision["decision"]["candidates"][0]
     assert ("no forecast" in shown.stdout) == (forecast["model"] == "assumed"), shown.stdout + shown.stderr
     return dict(forecast)
 
