@@ -19,8 +19,13 @@ from whole_service import MakeService, Service, eventually, pin_to_one_core
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("adapters", "cluster", "garnish", "gateway", "infra", "kernels", "node_agent")
+LAST_FIELD = (
+    "    vllm: VllmLoad | None = None\n"
+    '    """vLLM\'s own figures. None: the node\'s engine is another one, or is not ready."""\n'
+)
+"""End of a message that is an array, in which new fields come last."""
 NEW_FIELDS = {
-    "cluster/news.py": ("    best_effort: int = 0\n", "    best_effort: int = 0\n    later: int = 7\n"),
+    "cluster/news.py": (LAST_FIELD, f"{LAST_FIELD}    later: int = 7\n"),
     "adapters/functions.py": ("    deleted: bool = False\n", "    deleted: bool = False\n    later: int = 7\n"),
 }
 """Fields of a message and of a stored record that only the other build knows."""

@@ -21,7 +21,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3600)]
 PROMPT = "Once upon a time"
 LONG, SHORT = 400, 12
 PACKAGES = ("adapters", "cluster", "garnish", "gateway", "infra", "kernels", "node_agent")
-NEW_FIELD = ("cluster/news.py", "    best_effort: int = 0\n", "    best_effort: int = 0\n    later: int = 7\n")
+LAST_FIELD = (
+    "    vllm: VllmLoad | None = None\n"
+    '    """vLLM\'s own figures. None: the node\'s engine is another one, or is not ready."""\n'
+)
+"""End of a message that is an array, in which new fields come last."""
+NEW_FIELD = ("cluster/news.py", LAST_FIELD, f"{LAST_FIELD}    later: int = 7\n")
 """Field of a message that only the other build knows."""
 
 
