@@ -25,7 +25,7 @@ from cluster.text import BaseText
 from gateway.api.schema import GenerationParams
 from gateway.calls.admission import call_of
 from gateway.calls.chat_templates import ChatTemplates
-from gateway.calls.grammars import GrammarChecks, form_of_answer
+from gateway.calls.grammars import GrammarChecks, StatedForm, form_of_answer
 from gateway.calls.parameters import (
     NodeParameters,
     check_prompt_logprobs,
@@ -141,10 +141,7 @@ class InputProcessor:
         check_prompt_logprobs(merged, choices * sum(map(len, prompts)))
         checked = form or free_form(merged, target.policy.defaults, self.text, prompts[0])
         if checked is not None:
-            if merged.allowed_token_ids:
-                why = f"allowed_token_ids can't be combined with {checked.field}, which states the answer's form"
-                raise invalid("allowed_token_ids", f"{why}; use one")
-            await self.grammars.check(tenant, checked, deadline)
+            await self._check_form(tenant, merged, checked, deadline)
             parameters["sampling"] = msgspec.structs.replace(parameters["sampling"], grammar=checked.grammar)
         account, in_background = await self.callers.account(tenant), is_background(request)
         if in_background:
@@ -186,7 +183,13 @@ class InputProcessor:
         """Checks the form of answers that a call states, whatever its function. Raises ServiceError."""
         form = form_of_answer(call) or free_form(call, Defaults(), self.text, [])
         if form is not None:
-            await self.grammars.check(tenant, form, time.monotonic() + self.request_timeout)
+            await self._check_form(tenant, call, form, time.monotonic() + self.request_timeout)
+
+    async def _check_form(self, tenant: str, call: GenerationParams, form: StatedForm, deadline: float) -> None:
+        if call.allowed_token_ids:
+            why = f"allowed_token_ids can't be combined with {form.field}, which states the answer's form"
+            raise invalid("allowed_token_ids", f"{why}; use one")
+        await self.grammars.check(tenant, form, deadline)
 
     async def render(
         self, request: Request, tenant: str, template: str | None, source: Source, deadline: float

@@ -50,6 +50,7 @@ def child_of(pid: int) -> int:
     return int(child)
 
 
+@pytest.mark.alone  # other tests on its cores would leave no performance model to measure
 def test_it_leaves_a_profile_that_the_node_reads(folder: Path) -> None:
     with begin(folder, "--json") as process:
         output, told = process.communicate(timeout=SECONDS)
