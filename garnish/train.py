@@ -6,6 +6,7 @@ Only training scripts import this module, because it needs transformers.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class DeployCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """Takes the best value from the log of a training that is resumed."""
-        self._best = max((self._value(entry) for entry in self._evaluations(state)), default=None)
+        values = [self._value(entry) for entry in self._evaluations(state)]
+        self._best = max((value for value in values if not math.isnan(value)), default=None)
 
     def on_save(
         self,
@@ -72,7 +74,7 @@ class DeployCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
         assert args.output_dir is not None  # the trainer has just saved there
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         value = self._last_value(state)
-        improves = self._metric is None or (value is not None and (self._best is None or value > self._best))
+        improves = self._metric is None or (value is not None and self._is_best(value))
         alias = self._alias if improves else None
         try:
             version = self._client.deploy(self._function, checkpoint).version
@@ -88,6 +90,10 @@ class DeployCallback(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._best = value
         pointed = f", {alias} points to it" if alias else ""
         log.info("step %d is version %s of %s%s", state.global_step, version, self._function, pointed)
+
+    def _is_best(self, value: float) -> bool:
+        """Returns whether the value is the best so far. NaN, of a training that diverges, is not."""
+        return not math.isnan(value) and (self._best is None or value > self._best)
 
     def _last_value(self, state: TrainerState) -> float | None:
         """Returns the metric at this step; None, with a warning, if the step was not evaluated."""

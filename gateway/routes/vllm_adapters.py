@@ -36,7 +36,7 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     load_inplace: bool | None = None
     """True: if there is the function, this is its next version. Otherwise that is an error, as in vLLM."""
     base_model_name: str | None = None
-    """The base model's id, or a path that ends in it."""
+    """The base model's id, or a path that ends in it; empty: not stated."""
     is_3d_lora_weight: Literal[False] | None = None
 
 
@@ -60,7 +60,7 @@ async def load_lora_adapter(request: Request, catalog: Catalog, tenant: str) -> 
     body = await read_message(request, catalog.config, LoadAdapterRequest)
     name = body.lora_name
     check_name(name, "lora_name")
-    if body.base_model_name is not None and _last_part(body.base_model_name) != _last_part(catalog.base.id):
+    if body.base_model_name and _last_part(body.base_model_name) != _last_part(catalog.base.id):
         raise invalid("base_model_name", f"this service serves {catalog.base.id}")
     place = allowed_place(catalog.sources, body.lora_path, "lora_path")
     if not body.load_inplace and await _exists(catalog, tenant, name):

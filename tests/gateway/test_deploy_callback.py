@@ -101,3 +101,18 @@ def test_a_service_that_is_away_ends_only_a_training_that_requires_it(
 def test_a_metric_needs_an_alias() -> None:
     with pytest.raises(ValueError, match="state alias"):
         DeployCallback("mine", metric="eval_loss")
+
+
+def test_a_loss_that_is_no_number_moves_no_alias(reused: Running, stories_dir: Path, tmp_path: Path) -> None:
+    with Client(reused.url, reused.keys["acme"]) as client:
+        training = trainer(stories_dir, tmp_path, DeployCallback("mine", client=client))
+        training.train()
+        callback = DeployCallback("mine", alias="best", metric="eval_loss", client=client)
+        for loss, moves in ((float("nan"), False), (2.0, True)):
+            training.state.log_history.append({"eval_loss": loss, "step": STEPS})
+            callback.on_save(training.args, training.state, training.control)
+            if moves:
+                assert client.alias("mine", "best").version == 3
+            else:
+                with pytest.raises(GarnishError, match="best"):
+                    client.alias("mine", "best")

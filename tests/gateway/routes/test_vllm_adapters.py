@@ -60,7 +60,7 @@ def called(gateway: Running, model: str = "policy") -> str:
 
 def test_a_loop_pushes_each_step_and_calls_it_at_once(gateway: Running, runs: Path) -> None:
     """First without `load_inplace`, then with it, as trainers do; the texts are vLLM's."""
-    first = load(gateway, lora_name="policy", lora_path=str(runs / "step-1"))
+    first = load(gateway, lora_name="policy", lora_path=str(runs / "step-1"), base_model_name="")
     assert (first.status_code, first.text) == (200, "Success: LoRA adapter 'policy' added successfully.")
     before = called(gateway)
     again = load(gateway, lora_name="policy", lora_path=str(runs / "step-2"))
