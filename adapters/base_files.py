@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-POINTER = b"version https://git-lfs"
-"""Begin of the text that Git keeps in place of a large file."""
-POINTER_BYTES = 1024
+from adapters.wrong_files import LFS_POINTER, POINTER_PROBLEM
+
 LENGTH_BYTES = 8
-"""Bytes at the begin of a safetensors file that say how long its header is."""
+"""Bytes at the beginning of a safetensors file that say how long its header is."""
 MAX_HEADER_BYTES = 100 << 20
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 INDEX = "model.safetensors.index.json"
@@ -70,9 +69,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 def pointer_problem(file: Path) -> str:
     """Returns the problem of a file that Git LFS has not fetched; empty for any other file."""
-    if file.stat().st_size > POINTER_BYTES or not file.read_bytes().startswith(POINTER):
-        return ""
-    return "it is a pointer of Git LFS, not the file itself; run `git lfs pull` in its directory"
+    with file.open("rb") as stream:
+        is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+    return POINTER_PROBLEM if is_pointer else ""
 
 
 def _listed(index: Path) -> set[str]:

@@ -113,7 +113,7 @@ def test_quantised_weights_are_refused_for_our_own_engine_only(base: Path, quant
         (removed("tokenizer.json"), r"no tokenizer.json; fetch it, or write it with transformers: AutoTokenizer"),
         (lambda directory: (directory / "tokenizer.json").write_text("{}"), "is no tokenizer that can be read"),
         (lambda directory: (directory / "tokenizer_config.json").write_text("{"), "is not readable JSON"),
-        *((pointer(name), f"{name}: it is a pointer of Git LFS.*git lfs pull") for name in
+        *((pointer(name), f"{name}: a Git LFS pointer.*git lfs pull") for name in
           ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")),
         (config(hidden_size=None), "hidden_size must be numbers"),
         (config(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type 'dynamic' is not served"),
